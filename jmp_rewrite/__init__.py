@@ -1,0 +1,1 @@
+"""Automatic mixed precision for JAX: a function is traced, rewritten and run."""
