@@ -6,8 +6,8 @@ TensorFlow judges fused ops and a jaxpr shows their parts, so a softmax is here 
 `exp`, a `reduce_sum` and a `div`; the tests list where the two tables differ and why.
 
 To add a primitive, add one line to one block of `_BLOCKS`. The block's title is the
-reason that a report prints for it; `opaque` begins the titles of what is left alone as a
-whole.
+reason that a report prints for it; `opaque` begins the titles of what is left alone
+as a whole.
 """
 
 import enum
@@ -46,8 +46,8 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "dot_general": ALLOW,
             "ragged_dot_general": ALLOW,
         },
-        # Numerically dangerous: the range is left soon, or a rounded operand shows in the
-        # result. What TensorFlow does not list (sin, tan, lgamma) it leaves in float32.
+        # Numerically dangerous: the range is left soon, or a rounded operand shows in
+        # the result. TensorFlow leaves what it does not list (sin, lgamma) in float32.
         "loses too much in half precision": {
             "acos": DENY,  # steep at 1
             "acosh": DENY,  # steep at 1
