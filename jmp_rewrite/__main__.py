@@ -1,0 +1,244 @@
+"""The command line: ``python -m jmp_rewrite`` trains, ``rules`` and ``devices`` look.
+
+What the training alone needs (scikit-learn, matplotlib, rich) is imported when it runs.
+"""
+
+import argparse
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+
+from jmp_rewrite._policy import Policy, check_device
+from jmp_rewrite._rules import Category, default_rules, reason
+
+if TYPE_CHECKING:
+    from jmp_rewrite._demo import Course, Digits, Run
+
+PROG = "python -m jmp_rewrite"
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+PNG = "jmp_rewrite.png"
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help shows what there is)\n")
+
+
+def _count(text: str) -> int:
+    return _integer(text, least=1)
+
+
+def _index(text: str) -> int:
+    return _integer(text, least=0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(
+            f"expected an integer of at least {least}, got {text!r}"
+        )
+    return int(text)
+
+
+def _policy(text: str) -> str:
+    try:
+        Policy(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _policies(text: str) -> list[str]:
+    return [_policy(name) for name in text.split(",")]
+
+
+def _png(text: str) -> pathlib.Path:
+    path = pathlib.Path(text)
+    path = path / PNG if path.is_dir() else path
+    if path.suffix != ".png":
+        raise argparse.ArgumentTypeError(f"{text} is no directory and no .png file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is no directory")
+    return path
+
+
+def _training_parser() -> argparse.ArgumentParser:
+    """Builds the parser of the main job."""
+    parser = _Parser(
+        prog=PROG,
+        description="Trains the model of Keras' mixed precision guide on handwritten "
+        "digits under several policies, prints a table and draws the curves.",
+        epilog=f"`{PROG} rules` prints the category of each primitive; `{PROG} devices`"
+        " says which policy is fast here.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--units", type=_count, help="width (default: 4096; 1024 on a CPU)")
+    add("--epochs", type=_count, default=30, help="passes over the data (%(default)s)")
+    add("--batch-size", type=_count, default=256, help="images a step (%(default)s)")
+    add(
+        "--policies",
+        type=_policies,
+        default=list(POLICIES),
+        metavar="NAME,NAME",
+        help=f"what to compare (default: {','.join(POLICIES)})",
+    )
+    add("--seed", type=_index, default=0, help="of split, weights, order (%(default)s)")
+    add(
+        "--out",
+        type=_png,
+        default=pathlib.Path(PNG),
+        metavar="PATH",
+        help="the figure: a .png file or a directory (default: %(default)s)",
+    )
+    add(
+        "--force-overflow",
+        type=_index,
+        metavar="STEP",
+        help="make this step (from 0) overflow where the loss is scaled",
+    )
+    return parser
+
+
+def _train(argv: Sequence[str]) -> None:
+    """Runs the main job."""
+    parser = _training_parser()
+    args = parser.parse_args(argv)
+    missing = [m for m in ("sklearn", "matplotlib", "rich") if not _installed(m)]
+    if missing:
+        parser.exit(
+            1,
+            f"{parser.prog}: the training needs {', '.join(missing)}: "
+            "pip install 'jmp_rewrite[demo]', or '.[demo]' in a checkout\n",
+        )
+    from jmp_rewrite import _demo, _demo_report
+
+    units = args.units or (1024 if jax.default_backend() == "cpu" else 4096)
+    course = _demo.Course(
+        units, args.epochs, args.batch_size, args.seed, args.force_overflow
+    )
+    digits = _demo.load_digits(args.seed)
+    _check(parser, args.policies, digits, course)
+    runs = _train_all(args.policies, digits, course)
+    _demo_report.save_figure(runs, args.out)
+    _print(_demo_report.table(runs))
+    print(f"The curves are in {args.out}.")
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _check(
+    parser: argparse.ArgumentParser,
+    policies: Sequence[str],
+    digits: "Digits",
+    course: "Course",
+) -> None:
+    """Refuses what can only be judged together with the data."""
+    images = len(digits.train_labels)
+    if course.batch_size > images:
+        parser.error(f"--batch-size must be at most {images}, the training images")
+    if course.force_overflow is None:
+        return
+    steps = course.epochs * digits.steps_per_epoch(course)
+    if course.force_overflow >= steps:
+        parser.error(f"--force-overflow must be below {steps}, the number of steps")
+    if all(Policy(name).loss_scale is None for name in policies):
+        parser.error("--force-overflow needs a policy with loss scaling: mixed_float16")
+
+
+def _train_all(
+    policies: Sequence[str], digits: "Digits", course: "Course"
+) -> "list[Run]":
+    """Trains one policy after the other behind a progress bar."""
+    from rich import progress
+
+    from jmp_rewrite import _demo
+
+    device = jax.devices()[0].device_kind
+    steps = course.epochs * digits.steps_per_epoch(course)
+    print(f"{course.units} units, {steps} steps, JAX {jax.__version__} on {device}")
+    shown = "loss {task.fields[loss]:.4f}"
+    with progress.Progress(*progress.Progress.get_default_columns(), shown) as bar:
+        runs = []
+        for name in policies:
+            task = bar.add_task(name, total=steps, loss=float("nan"))
+
+            def show(run: "Run", task: progress.TaskID = task) -> None:
+                bar.update(task, advance=1, loss=run.losses[-1])
+
+            runs.append(_demo.train(name, digits, course, show))
+    return runs
+
+
+def _print(renderable: Any) -> None:
+    """Prints in the terminal's width, or whole where there is none."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 100
+    Console(width=width).print(renderable)
+
+
+def _rules(argv: Sequence[str]) -> None:
+    """Prints the rule table, a line a primitive."""
+    parser = _Parser(
+        prog=f"{PROG} rules",
+        description="Prints each primitive's category, and why it has it.",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16"),
+        default="float16",
+        help="the compute dtype (default: %(default)s)",
+    )
+    rules = default_rules(parser.parse_args(argv).dtype)
+    width = max(map(len, rules))
+    print(
+        "\n".join(
+            f"{category.name:5}  {name:{width}}  {reason(name, category)}"
+            for category in Category
+            for name in sorted(rules)
+            if rules[name] is category
+        )
+    )
+
+
+def _devices(argv: Sequence[str]) -> None:
+    """Prints the compatibility check."""
+    parser = _Parser(
+        prog=f"{PROG} devices",
+        description="Says what this process computes on, and whether a policy is fast.",
+    )
+    parser.add_argument(
+        "--policy",
+        type=_policy,
+        default="auto",
+        metavar="NAME",
+        help="the policy to judge (default: the one that this device gets)",
+    )
+    print(check_device(parser.parse_args(argv).policy))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line.
+
+    Args:
+      argv: the arguments; those of the process if None.
+
+    Raises:
+      SystemExit: with code 2 for a bad argument, 1 where a package is missing.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    command = {"rules": _rules, "devices": _devices}.get(argv[0] if argv else "")
+    command(argv[1:]) if command else _train(argv)
+
+
+if __name__ == "__main__":
+    main()

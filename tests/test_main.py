@@ -1,0 +1,195 @@
+"""The command line: the main job on tiny settings, what it shows, its errors."""
+
+import importlib.util
+import math
+import re
+import types
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+
+from jmp_rewrite import _demo, _demo_report
+from jmp_rewrite.__main__ import main
+from jmp_rewrite._policy import Policy
+from jmp_rewrite._rules import default_rules
+
+POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
+TINY = ["--units", "16", "--epochs", "2", "--batch-size", "256"]
+FORCED = 3  # of 2 * 5 steps
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return _demo.load_digits(0)
+
+
+@pytest.fixture(scope="module")
+def runs(digits):
+    course = _demo.Course(units=16, epochs=2, force_overflow=FORCED)
+    return {p: _demo.train(p, digits, course, lambda run: None) for p in POLICIES}
+
+
+def test_job_prints_a_row_a_policy_and_draws(run_python, tmp_path):
+    ran = run_python("-m", "jmp_rewrite", *TINY, "--force-overflow", str(FORCED))
+    assert ran.returncode == 0, ran.stderr
+    heads = re.sub(r"[┃\s]+", " ", ran.stdout)
+    for word in " ".join(_demo_report.COLUMNS).split():
+        assert word in heads
+    rows = dict(re.findall(r"│ (\w+) +│(.*)│\n", ran.stdout))
+    assert list(rows) == POLICIES
+    skipped = [row.split("│")[4].strip() for row in rows.values()]
+    assert skipped == ["0", "0", "1"]
+    image = matplotlib.image.imread(tmp_path / "jmp_rewrite.png")
+    assert image.shape[0] > 300 and image.shape[1] > 1000
+    assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 50
+
+
+@pytest.mark.parametrize("given", ["", "curves.png"])
+def test_out_is_a_directory_or_a_file(tmp_path, capsys, given):
+    main([*TINY, "--policies", "float32", "--out", str(tmp_path / given)])
+    written = tmp_path / (given or "jmp_rewrite.png")
+    assert written.exists()
+    assert str(written) in capsys.readouterr().out
+
+
+def test_every_policy_learns_from_the_same_start(runs):
+    first = [run.losses[0] for run in runs.values()]
+    np.testing.assert_allclose(first, first[0], rtol=2**-6)  # 2 units of bfloat16
+    for run in runs.values():
+        assert run.losses[-1] < run.losses[0]
+        assert len(run.losses) == len(run.step_ms) == 10
+        assert len(run.accuracies) == 2
+
+
+def test_forced_overflow_is_skipped_and_training_recovers(runs):
+    run = runs["mixed_float16"]
+    assert [step for step, skipped in enumerate(run.skipped) if skipped] == [FORCED]
+    assert math.isinf(run.losses[FORCED])
+    assert run.scales[FORCED] == run.scales[FORCED - 1] / 2
+    assert np.isfinite(run.losses[FORCED + 1 :]).all()
+    assert math.isfinite(run.test_loss)
+
+
+def test_nothing_overflows_where_no_loss_is_scaled(runs):
+    for name in POLICIES[:2]:
+        assert not runs[name].scaled
+        assert not any(runs[name].skipped)
+        assert np.isfinite(runs[name].losses).all()
+
+
+def test_loss_scale_grows_within_the_course(digits):
+    course = _demo.Course(units=16, epochs=1, growth_interval=2)
+    run = _demo.train("mixed_float16", digits, course, lambda run: None)
+    assert run.scales == [2.0**e for e in (15, 16, 16, 17, 17)]
+
+
+def test_a_course_is_the_same_twice(digits, runs):
+    course = _demo.Course(units=16, epochs=2, force_overflow=FORCED)
+    again = _demo.train("float32", digits, course, lambda run: None)
+    assert again.losses == runs["float32"].losses
+
+
+def test_activations_are_what_depends_on_the_batch(digits):
+    units, size = 512, 4
+    params = _demo.init_params(0, units)
+    batch = _demo.make_batch(digits.train_images[:size], digits.train_labels[:size])
+    full, half = (
+        _demo.activation_bytes(Policy(name), params, batch)
+        for name in ("float32", "mixed_bfloat16")
+    )
+    hidden = 2 * size * units  # values of both hidden layers
+    assert hidden * 4 <= full < sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert half <= full - hidden * 2
+
+
+def test_scale_is_drawn_only_where_there_is_one(runs, tmp_path):
+    widths = []
+    for name in ("float32", "mixed_float16"):
+        path = tmp_path / f"{name}.png"
+        _demo_report.save_figure([runs[name]], path)
+        widths.append(matplotlib.image.imread(path).shape[1])
+    assert widths[0] < widths[1]
+
+
+BAD_ARGUMENTS = {
+    "--units 0": r"--units: expected an integer of at least 1, got '0'",
+    "--units many": r"--units: expected an integer of at least 1, got 'many'",
+    "--epochs -1": r"--epochs: expected an integer of at least 1, got '-1'",
+    "--seed -1": r"--seed: expected an integer of at least 0, got '-1'",
+    "--batch-size 1438": r"--batch-size must be at most 1437",
+    "--policies float32,float8": r"--policies: .*float8",
+    "--out no/such/directory.png": r"--out: no/such is no directory",
+    "--out curves.jpg": r"--out: curves.jpg is no directory and no .png file",
+    "--force-overflow 150": r"--force-overflow must be below 150",
+    "--force-overflow 1 --policies float32": r"--force-overflow needs .*mixed_float16",
+    "--unit 3": r"unrecognized arguments: --unit 3",
+    "rule": r"unrecognized arguments: rule",
+    "rules --dtype int8": r"--dtype: invalid choice: 'int8'",
+    "devices --policy fast": r"--policy: .*fast",
+}
+
+
+@pytest.mark.parametrize("arguments", BAD_ARGUMENTS)
+def test_a_bad_argument_is_one_line_and_code_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments.split())
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert re.search(BAD_ARGUMENTS[arguments], printed.err)
+
+
+@pytest.mark.parametrize("command", [[], ["rules"], ["devices"]], ids=str)
+def test_help_is_everywhere(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, "--help"])
+    assert stopped.value.code == 0
+    assert "usage: python -m jmp_rewrite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("missing", ["sklearn", "matplotlib", "rich"])
+def test_missing_extras_are_one_line(missing, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "jmp_rewrite.__main__.importlib",
+        types.SimpleNamespace(
+            util=types.SimpleNamespace(
+                find_spec=lambda name: None if name == missing else find(name)
+            )
+        ),
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main(TINY)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 1
+    assert printed.err.count("\n") == 1
+    assert re.search(rf"needs {missing}: pip install .*\[demo\]", printed.err)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rules_lists_every_primitive(dtype, capsys):
+    main(["rules", "--dtype", dtype])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rules = default_rules(dtype)
+    assert {name: category for category, name, *_ in lines} == {
+        name: category.name for name, category in rules.items()
+    }
+    assert all(reason for _, _, *reason in lines)
+
+
+def test_rules_and_devices_need_no_extras(run_python):
+    blocked = "import sys; sys.modules.update(sklearn=None, matplotlib=None, rich=None)"
+    for command in ("rules", "devices"):
+        ran = run_python(
+            "-c",
+            f"{blocked}; from jmp_rewrite.__main__ import main; main(['{command}'])",
+        )
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_devices_judges_the_policy(capsys):
+    main(["devices", "--policy", "mixed_float16"])
+    assert "mixed_float16" in capsys.readouterr().out
