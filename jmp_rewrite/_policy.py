@@ -32,8 +32,8 @@ _DTYPES = MappingProxyType(
 )
 
 _KNOWN = (
-    "a policy: 'mixed_float16', 'mixed_bfloat16', 'float32', 'auto', a dtype (float16, bfloat16, "
-    "float32), or jmp's form 'params=float32,compute=float16,output=float32'"
+    "a policy: 'mixed_float16', 'mixed_bfloat16', 'float32', 'auto', a dtype (float16, "
+    "bfloat16, float32), or jmp's form 'params=float32,compute=float16,output=float32'"
 )
 
 # https://github.com/google-deepmind/jmp, jmp/_src/policy.py: get_policy, parse_dtype
@@ -228,8 +228,8 @@ def as_policy(policy: PolicyLike) -> Policy:
     return policy if isinstance(policy, Policy) else Policy(policy)
 
 
-# Its value takes part in the keys of jit's caches; `set_global` sets it for the process,
-# a call for a thread. jax/_src/config.py, `UserConfig`, the same in 0.10.2 to 0.12.
+# Its value is in the keys of jit's caches; `set_global` sets it for the process, a call
+# for a thread: jax/_src/config.py, `UserConfig`, the same in JAX 0.10.2 to 0.12.
 _CURRENT = jax.make_user_context(None)
 
 
@@ -320,8 +320,8 @@ def _parse_jmp(text: str) -> str:
     for key in ("params", "output"):
         if parts[key] != "float32":
             raise ValueError(
-                f"expected {key}=float32, got {key}={parts[key]} in {text!r}: parameters "
-                "and results keep their dtypes, so cast them outside the function"
+                f"expected {key}=float32, got {key}={parts[key]} in {text!r}: "
+                "parameters and results keep their dtypes, so cast them outside"
             )
     return parts["compute"]
 

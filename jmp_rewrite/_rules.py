@@ -196,7 +196,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "pvary": CLEAR,  # it and the casts say what varies over a mesh axis
             "ragged_all_to_all": CLEAR,
             "reduced_vary_cast": CLEAR,
-            "reduced_vary_cast_p": CLEAR,  # the name in 0.10
+            "reduced_vary_cast_p": CLEAR,  # the name before 0.12
             "relayout": CLEAR,
             "reshard": CLEAR,
             "shard_alike": CLEAR,  # 0.10
@@ -204,7 +204,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "unreduced_pmax": CLEAR,
             "unreduced_pmin": CLEAR,
             "vary_unreduced_cast": CLEAR,
-            "vary_unreduced_cast_p": CLEAR,  # the name in 0.10
+            "vary_unreduced_cast_p": CLEAR,  # the name before 0.12
             "xla_metadata_value": CLEAR,
         },
         "works on integers or booleans, never on floats": {
