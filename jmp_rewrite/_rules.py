@@ -116,7 +116,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "sub": INFER,
             "tanh": INFER,
         },
-        # Rounding an operand to half before or after these gives the same result.
+        # Exact in half: a value is moved, chosen, compared or rounded further. Ties differ.
         "has no numerical effect: moves, selects or compares": {
             "abs": CLEAR,
             "approx_top_k": CLEAR,
