@@ -116,7 +116,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "sub": INFER,
             "tanh": INFER,
         },
-        # Exact in half: a value is moved, chosen, compared or rounded further. Ties differ.
+        # Exact on half values: they are moved, chosen, compared or rounded further.
         "has no numerical effect: moves, selects or compares": {
             "abs": CLEAR,
             "approx_top_k": CLEAR,
