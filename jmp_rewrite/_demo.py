@@ -171,7 +171,8 @@ def activation_bytes(policy: jmpr.Policy, params: Params, batch: Batch) -> int:
         if any(isinstance(v, Var) and v in reached for v in eqn.invars):
             reached.update(eqn.outvars)
     kept = {v for v in jaxpr.outvars if isinstance(v, Var) and v in reached} - inputs
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    avals: list[Any] = [v.aval for v in kept]
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
 def train(
