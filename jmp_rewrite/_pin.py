@@ -1,0 +1,364 @@
+"""What must be half, what must be float32, and why; the rest is free.
+
+Numerics alone decides here. Who wins where two disagree: an inner `mixed_precision`,
+`full_precision`, `scopes`, `rules`, an explicit precision on a product, the range of
+literals, the table. The float32 of train state, and a `DENY`, nobody overrides but a
+rule of the user's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from jax.extend import source_info_util
+
+from jmp_rewrite import _rules, _state
+from jmp_rewrite._graph import Graph, Node
+from jmp_rewrite._place import BareGraph
+from jmp_rewrite._policy import Policy
+from jmp_rewrite._rules import Category
+
+ALLOW, INFER, DENY, CLEAR = Category
+
+# Precisions of a product that ask for no more than the default.
+_NO_REQUEST = frozenset({"NONE", "DEFAULT", "FASTEST", "BFLOAT16"})
+_JOINTS = frozenset({"carry_in", "carry_out", "join"})
+_HALVES = ("bfloat16", "float16")
+
+REWRITTEN = "full: an inner mixed_precision has decided"
+FULL_PRECISION = "full: inside full_precision"
+SCALAR = "full: a 0-d value"
+STATE = "full: updates train state (an argument, a captured array or a carry)"
+NO_PRODUCT = "full: no matrix product depends on it (optimizer, metrics, outputs)"
+
+
+@dataclasses.dataclass(eq=False)
+class Pins:
+    """What numerics says of each node.
+
+    Attributes:
+      categories: the category that holds for it; None for what nobody knows.
+      full: the reason why it must be float32; None if it may be half.
+      upstream: the deny node that endangers it; -1 if none.
+      forced: nodes that a scope "half" covers.
+      emits_full: products whose result no product needs in half: they emit float32.
+      moved: nodes that only move arguments' values -> dimensions of the arguments.
+      sinks: nodes without a float32 result that take the precision of what they read.
+      used_scopes: the patterns that matched something.
+    """
+
+    categories: list[Category | None]
+    full: list[str | None]
+    upstream: list[int]
+    forced: set[int]
+    emits_full: frozenset[int] = frozenset()
+    moved: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    sinks: frozenset[int] = frozenset()
+    used_scopes: frozenset[str] = frozenset()
+
+    def reason(self, graph: Graph, node: int) -> str:
+        """Returns why a node is what it is, as a sentence."""
+        source = self.upstream[node]
+        if self.full[node] is None:
+            return _rules.reason(graph.nodes[node].name, self.categories[node] or CLEAR)
+        if source < 0:
+            return self.full[node] or ""
+        danger = graph.nodes[source]
+        where = source_info_util.summarize(danger.eqn.source_info)
+        return f"full: downstream of {danger.name} at {where}"
+
+
+def pin(graph: Graph, policy: Policy, overrides: Mapping[int, tuple[str, str]] = {},
+        ) -> Pins:
+    """Pins the nodes of a graph.
+
+    Args:
+      graph: the program.
+      policy: what the user asks for; its compute dtype is half.
+      overrides: node -> (pattern, "float32" or "half") for what `scopes` found through
+        the paths of parameters.
+    """
+    local = _Local(policy, overrides)
+    size = len(graph.nodes)
+    pins = Pins([None] * size, [None] * size, [-1] * size, set())
+    for node in graph.nodes:
+        category, reason = local.judge(node, pins.forced)
+        pins.categories[node.index] = category
+        pins.full[node.index] = reason
+    consumers = graph.consumers()
+    predecessors = _predecessors(graph)
+    _products_of_nothing(graph, pins, consumers)
+    _danger(graph, pins, consumers)
+    _train_state(graph, pins, consumers, predecessors)
+    pins.moved = _state.moved_arguments(graph, pins.categories)
+    pins.used_scopes = frozenset(local.used)
+    return pins
+
+
+def bare(graph: Graph, pins: Pins) -> BareGraph:
+    """Returns what the placement sees: what must be full is a wall."""
+    categories = [
+        c if full is None or c is DENY else None
+        for c, full in zip(pins.categories, pins.full, strict=True)
+    ]
+    carries = [(o, i) for loop in graph.loops for i, o in loop.carries]
+    return BareGraph(categories, _predecessors(graph), graph.consumers(), carries)
+
+
+def _predecessors(graph: Graph) -> list[list[int]]:
+    return [list({v.node for v in n.inputs if v.node >= 0}) for n in graph.nodes]
+
+
+class _Local:
+    """Judges one node by itself."""
+
+    def __init__(self, policy: Policy,
+                 overrides: Mapping[int, tuple[str, str]]) -> None:
+        self._table = policy.table()
+        self._defaults = _rules.default_rules(policy.compute_dtype)
+        self._rules = policy.rules
+        self._scopes = [(p, re.compile(p), kind) for p, kind in policy.scopes.items()]
+        self._by_path: dict[str, tuple[str, str] | None] = {}
+        self._overrides = overrides
+        self._dtype = policy.compute_dtype
+        self.used: set[str] = set()
+
+    def judge(self, node: Node, forced: set[int]) -> tuple[Category | None, str | None]:
+        """Returns a node's category, and why it must be float32 if it must."""
+        if node.place.rewritten:
+            return None, REWRITTEN
+        category, by_rule = self._category(node)
+        if node.place.full:
+            return category, FULL_PRECISION
+        scope = self._overrides.get(node.index) or self._scope(node.place.path)
+        if scope:
+            self.used.add(scope[0])
+            if scope[1] == "float32":
+                return category, f"full: the scope {scope[0]!r} is float32"
+            forced.add(node.index)
+            by_rule, category = False, self._default(node)
+        reason = self._must_be_full(node, category, by_rule, node.index in forced)
+        return category, reason
+
+    def _scope(self, path: str) -> tuple[str, str] | None:
+        if path not in self._by_path:
+            found = [(p, kind) for p, regex, kind in self._scopes if regex.search(path)]
+            full = [match for match in found if match[1] == "float32"]
+            self._by_path[path] = (full or found or [None])[0]
+        return self._by_path[path]
+
+    def _category(self, node: Node) -> tuple[Category | None, bool]:
+        """Returns the category of a node, and whether a user's rule says so."""
+        if node.name in _JOINTS:
+            return CLEAR, False
+        primitive = node.eqn.primitive
+        if primitive in self._rules:
+            return self._rules[primitive], True
+        if node.name in self._rules:
+            return self._rules[node.name], True
+        return self._default(node), False
+
+    def _default(self, node: Node) -> Category | None:
+        special = _SPECIAL.get(node.name)
+        if special is not None:
+            return special(node)
+        return CLEAR if node.name in _JOINTS else self._defaults.get(node.name)
+
+    def _must_be_full(self, node: Node, category: Category | None, by_rule: bool,
+                      forced: bool) -> str | None:
+        if category is None:
+            return f"full: no rule for {node.name}"
+        if category is DENY:
+            return f"full: {_rules.reason(node.name, DENY)}"
+        if node.name in _JOINTS:
+            return None if node.avals[0].shape else SCALAR
+        if _is_scalar(node):
+            return SCALAR
+        if not _only_float32(node):
+            return "full: it mixes float32 with another float dtype"
+        if by_rule or forced:
+            return None
+        return self._request(node, category) or self._range(node)
+
+    def _request(self, node: Node, category: Category) -> str | None:
+        if category is not ALLOW:
+            return None
+        if asked := _explicit_precision(node.eqn):
+            return f"full: precision {asked} was asked for"
+        if not _contracts(node.eqn):
+            return "full: the product contracts no dimension"
+        if not any(v.made_of_data for v in node.inputs):
+            return "full: a product of integers, iota and constants"
+        return None
+
+    def _range(self, node: Node) -> str | None:
+        """Keeps an equation full whose numbers the compute dtype cannot hold."""
+        numbers = list(node.literals.values())
+        numbers += [v.constant for v in node.inputs if np.ndim(v.constant) > 0]
+        fill = node.eqn.params.get("fill_value")
+        if isinstance(fill, (int, float)):
+            numbers.append(np.asarray(fill))
+        for number in numbers:
+            if (lost := unrepresentable(number, self._dtype)) is not None:
+                return f"full: {lost:.6g} does not fit into {self._dtype.name}"
+        return None
+
+
+def unrepresentable(number: Any, dtype: Any) -> float | None:
+    """Returns a value that rounding to `dtype` would destroy, or None.
+
+    That is a finite value that becomes infinite, and one other than zero that becomes
+    zero or, among the subnormals, is off by more than an eps of the dtype.
+    """
+    exact = np.asarray(number, np.float64)
+    with np.errstate(all="ignore"):
+        rounded = np.asarray(number, np.float32).astype(dtype).astype(np.float64)
+        error = np.abs(rounded - exact)
+        eps = float(ml_dtypes.finfo(dtype).eps)
+        lost = np.isfinite(exact) & ~(error <= eps * np.abs(exact))
+    return float(exact[lost].flat[0]) if lost.any() else None
+
+
+def _is_scalar(node: Node) -> bool:
+    """0-d values are never half: they save nothing, and `eps` is one of them."""
+    types = [v.aval for v in node.inputs] + node.avals
+    return bool(types) and not any(t.shape for t in types)
+
+
+def _only_float32(node: Node) -> bool:
+    if node.name == "convert_element_type":
+        return True
+    atoms = [*node.eqn.invars, *node.eqn.outvars]
+    dtypes = [getattr(a.aval, "dtype", None) for a in atoms]
+    return not any(d in ("bfloat16", "float16", "float64", "complex64", "complex128")
+                   for d in dtypes if d is not None)
+
+
+def _explicit_precision(eqn: Any) -> str:
+    """Returns the precision that a product asks for, or ""."""
+    asked = eqn.params.get("precision")
+    for part in asked if isinstance(asked, tuple) else (asked,):
+        name = str(getattr(part, "name", part)).upper()
+        if name not in _NO_REQUEST:
+            return name
+    return ""
+
+
+def _contracts(eqn: Any) -> bool:
+    """An outer product (positions and frequencies) gains nothing in half."""
+    numbers = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name != "dot_general" or numbers is None:
+        return True
+    return bool(numbers[0][0])
+
+
+def _convert(node: Node) -> Category | None:
+    """A cast is judged by its two dtypes."""
+    source = node.eqn.invars[0].aval.dtype
+    target = node.eqn.params["new_dtype"]
+    if target != np.float32:
+        return CLEAR if node.inputs and target.name in _HALVES else DENY
+    if source == np.float32 or source == np.bool_:
+        return CLEAR  # 0 and 1 are exact
+    if source.name in _HALVES and node.given:
+        return CLEAR  # a program's half argument; nobody asked for more digits of it
+    return DENY  # integers above 256 round; what was half the user wants full
+
+
+def _reduce_precision(node: Node) -> Category | None:
+    """Rounding to float32's own format, which JAX adds in checkpoints, is none."""
+    params = node.eqn.params
+    same = (params["exponent_bits"], params["mantissa_bits"]) == (8, 23)
+    return CLEAR if same else DENY
+
+
+def _scatter(node: Node) -> Category | None:
+    return DENY if node.eqn.params.get("update_jaxpr") is not None else CLEAR
+
+
+_SPECIAL = {
+    "convert_element_type": _convert,
+    "reduce_precision": _reduce_precision,
+    "scatter": _scatter,
+}
+
+
+def _products_of_nothing(graph: Graph, pins: Pins,
+                         consumers: Sequence[Sequence[int]]) -> None:
+    """Pins products that feed a sine or cosine: a phase is off by radians in half."""
+    predecessors = _predecessors(graph)
+    phases = [n.index for n in graph.nodes if n.name in ("sin", "cos")]
+
+    def stops(node: int) -> bool:
+        return pins.categories[node] is ALLOW
+
+    before = {*phases, *_state.leads_to_product(phases, predecessors, stops)}
+    for node, category in enumerate(pins.categories):
+        feeds = category is ALLOW and not before.isdisjoint(consumers[node])
+        if feeds and pins.full[node] is None and node not in pins.forced:
+            pins.full[node] = "full: a phase of sin or cos"
+    _casts_up(graph, pins)
+
+
+def _casts_up(graph: Graph, pins: Pins) -> None:
+    """Pins products of what the user had made half and then cast to float32."""
+    cast_up: set[int] = set()
+    for node in graph.nodes:
+        category, read = pins.categories[node.index], [v.node for v in node.inputs]
+        if node.name == "convert_element_type" and category is DENY and node.avals:
+            if node.eqn.invars[0].aval.dtype.name in _HALVES:
+                cast_up.add(node.index)
+        elif category is CLEAR and len(read) == 1 and read[0] in cast_up:
+            cast_up.add(node.index)
+        elif category is ALLOW and not cast_up.isdisjoint(read):
+            if pins.full[node.index] is None and node.index not in pins.forced:
+                pins.full[node.index] = "full: an operand was cast to float32"
+
+
+def _danger(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]]) -> None:
+    """What lies downstream of a deny node is full, up to the next allow node."""
+    stack = [n for n, c in enumerate(pins.categories) if c is DENY]
+    origin = {n: n for n in stack}
+    while stack:
+        node = stack.pop()
+        for reader in consumers[node]:
+            if reader in origin or reader in pins.forced:
+                continue
+            if pins.categories[reader] in (INFER, CLEAR):
+                origin[reader] = origin[node]
+                stack.append(reader)
+                if pins.full[reader] is None:
+                    pins.full[reader] = "full: downstream of something dangerous"
+                    pins.upstream[reader] = origin[node]
+
+
+def _train_state(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]],
+                 predecessors: Sequence[Sequence[int]]) -> None:
+    """Pins train state, and what no product depends on but through it."""
+    state = _state.train_state(graph, pins.categories, consumers)
+    for node in state:
+        if pins.full[node] is None or node in pins.forced:
+            pins.full[node] = STATE
+    products = [n for n, c in enumerate(pins.categories)
+                if c is ALLOW and pins.full[n] is None]
+    useful = _state.leads_to_product(products, predecessors, state.__contains__)
+    sinks = set()
+    for node in graph.nodes:
+        index = node.index
+        if pins.full[index] is not None or index in products:
+            continue
+        if not node.avals and pins.categories[index] is CLEAR:
+            sinks.add(index)
+        elif index not in useful:
+            pins.full[index] = NO_PRODUCT
+    pins.sinks = frozenset(sinks)
+    if graph.differentiated:
+        needed = useful | set(products)
+        pins.emits_full = frozenset(
+            p for p in products if needed.isdisjoint(consumers[p])
+        )

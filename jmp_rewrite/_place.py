@@ -1,0 +1,207 @@
+"""Where the values that may be half are half.
+
+`propagate` is the placement: a function from a bare graph (categories, edges, carries)
+to a label for each node, that knows nothing of JAX and can be exchanged. It is
+TensorFlow's algorithm (tensorflow/core/grappler/optimizers/auto_mixed_precision.cc).
+`settle` then takes back labels that buy nothing; it is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import NamedTuple
+
+from jmp_rewrite._rules import Category
+
+
+class BareGraph(NamedTuple):
+    """What a placement has to know of a program.
+
+    Attributes:
+      categories: of each node, in program order; None for what stays float32 but
+        passes no danger on (a wall).
+      predecessors: for each node the nodes that it reads.
+      successors: for each node the nodes that read it.
+      carries: (what an iteration hands on, what the next one receives) of each carry.
+    """
+
+    categories: Sequence[Category | None]
+    predecessors: Sequence[Sequence[int]]
+    successors: Sequence[Sequence[int]]
+    carries: Sequence[tuple[int, int]] = ()
+
+
+def propagate(graph: BareGraph) -> list[bool]:
+    """Labels nodes half (True) as TensorFlow's pass paints them.
+
+    1. Every allow node is half. 2. Danger floods forward from deny nodes through infer
+    nodes, and through clear nodes that lead to an infer or deny node. 3. What lies
+    between allow nodes is half. 4. An infer node that reads a half node, and none in
+    danger, is half, in one sweep in program order. 5. Half floods in both directions
+    through clear nodes. 6. A carry is half only if both its ends are.
+
+    Args:
+      graph: the bare graph.
+
+    Returns:
+      For each node whether it runs in half precision.
+    """
+    categories = graph.categories
+    allowed = [n for n, c in enumerate(categories) if c is Category.ALLOW]
+    if not allowed:
+        return [False] * len(categories)
+    denied = _danger(graph)
+
+    def may(node: int, *of: Category) -> bool:
+        return categories[node] in of and node not in denied
+
+    half = set(allowed)
+    passes = (Category.CLEAR, Category.INFER)
+    ahead = _flood(allowed, graph.successors, lambda n: may(n, *passes), half)
+    behind = _flood(
+        allowed, graph.predecessors, lambda n: n in ahead and may(n, *passes), half
+    )
+    half |= behind
+    for node in range(len(categories)):
+        reads = graph.predecessors[node]
+        if node not in half and may(node, Category.INFER):
+            if any(n in half for n in reads) and not any(n in denied for n in reads):
+                half.add(node)
+    both = _Both(graph)
+    half |= _flood(half, both, lambda n: may(n, Category.CLEAR), half)
+    _agree(graph.carries, half)
+    return [n in half for n in range(len(categories))]
+
+
+class _Both:
+    """The neighbours of a node in both directions."""
+
+    def __init__(self, graph: BareGraph) -> None:
+        self._graph = graph
+
+    def __getitem__(self, node: int) -> Iterable[int]:
+        yield from self._graph.predecessors[node]
+        yield from self._graph.successors[node]
+
+
+def _danger(graph: BareGraph) -> set[int]:
+    """Returns the deny nodes and what they endanger."""
+    categories = graph.categories
+    tells = {
+        n for n, c in enumerate(categories) if c in (Category.DENY, Category.INFER)
+    }
+    leads = _flood(
+        tells, graph.predecessors, lambda n: categories[n] is Category.CLEAR, tells
+    )
+    entered = tells | leads
+    denied = {n for n, c in enumerate(categories) if c is Category.DENY}
+    return denied | _flood(denied, graph.successors, lambda n: n in entered, denied)
+
+
+def _agree(carries: Sequence[tuple[int, int]], half: set[int]) -> None:
+    """Gives what an iteration hands on the label of what the next one receives."""
+    for handed_on, received in carries:
+        if received in half:
+            half.add(handed_on)
+        else:
+            half.discard(handed_on)
+
+
+def _flood(roots: Iterable[int], edges: Sequence[Iterable[int]] | _Both,
+           enters: Callable[[int], bool], seen: Iterable[int]) -> set[int]:
+    """Returns the nodes that are reached from `roots` through nodes that are entered."""
+    reached: set[int] = set()
+    seen = set(seen)
+    stack = list(roots)
+    while stack:
+        for node in edges[stack.pop()]:
+            if node not in seen and enters(node):
+                seen.add(node)
+                reached.add(node)
+                stack.append(node)
+    return reached
+
+
+def settle(graph: BareGraph, half: Sequence[bool], emits_full: Container[int],
+           reads_full: Container[int], returned: Container[int],
+           sinks: Container[int]) -> list[bool]:
+    """Takes back what the placement made half without use.
+
+    TensorFlow paints what follows a matrix product up to the next dangerous node, and
+    clear nodes in front of one. Two kinds of such nodes gain nothing and lose digits:
+
+    - a node that no half node reads: its readers cast its result back at once, so the
+      interior of a softmax, a variance or a loss is float32;
+    - a node that reads no half node, and that some float32 node reads as well: the
+      cast belongs on the edge to the half reader (a reshaped target of a loss).
+
+    Args:
+      graph: the bare graph.
+      half: the placement's labels.
+      emits_full: matrix products whose result is float32.
+      reads_full: nodes that compute in float32 even where their result is half.
+      returned: nodes whose value the program returns, in float32.
+      sinks: clear nodes without a float32 result (comparisons): they are exact in half
+        where all that they read is half.
+
+    Returns:
+      The settled labels.
+    """
+    settling = _Settling(graph, list(half), emits_full, reads_full, returned, sinks)
+    work = list(range(len(half)))
+    while work:
+        node = work.pop()
+        if settling.labels[node] and not settling.keeps(node):
+            settling.labels[node] = False
+            work.extend(graph.predecessors[node])
+            work.extend(graph.successors[node])
+            work.extend(settling.pairs.get(node, ()))
+    return settling.labels
+
+
+class _Settling:
+    """The labels while they are being settled."""
+
+    def __init__(self, graph: BareGraph, labels: list[bool], emits_full: Container[int],
+                 reads_full: Container[int], returned: Container[int],
+                 sinks: Container[int]) -> None:
+        self.graph = graph
+        self.labels = labels
+        self.emits_full = emits_full
+        self.reads_full = reads_full
+        self.returned = returned
+        self.sinks = sinks
+        self.received = dict(graph.carries)
+        self.pairs: dict[int, tuple[int, ...]] = {}
+        for handed_on, received in graph.carries:
+            around = (*graph.predecessors[handed_on], *graph.successors[received])
+            self.pairs[received] = (handed_on, *around)
+            self.pairs[handed_on] = (received, *around)
+
+    def keeps(self, node: int) -> bool:
+        """Tells whether a half node is half to some use."""
+        if self.graph.categories[node] is Category.ALLOW:
+            return True
+        if node in self.received:
+            return self.labels[self.received[node]]
+        if node in self.sinks:
+            sources = list(self._sources(node))
+            return bool(sources) and all(map(self._is_half, sources))
+        readers = self.graph.successors[node]
+        reads = [self.labels[n] and n not in self.reads_full for n in readers]
+        if not any(reads):
+            return False
+        if any(map(self._is_half, self._sources(node))):
+            return True
+        return node not in self.returned and all(reads)
+
+    def _sources(self, node: int) -> Iterable[int]:
+        """Yields what a node reads; a carry reads what an iteration computed."""
+        for source in self.graph.predecessors[node]:
+            if source in self.received:
+                yield from self.graph.predecessors[source]
+            else:
+                yield source
+
+    def _is_half(self, node: int) -> bool:
+        return self.labels[node] and node not in self.emits_full

@@ -1,0 +1,126 @@
+"""Where an equation stands: its name-scope path, and the marks that the library sets.
+
+JAX keeps the name stack of an equation relative to the jaxpr that holds it, and
+`grad`, `vmap`, `scan` and custom rules carry it along. So a mark that is set as a
+name scope while a program is traced is still there in its backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jmp_rewrite import _compat
+
+REWRITTEN = "mixed_precision"
+FULL_PRECISION = "full_precision"
+# Scopes that JAX itself adds around recomputed code; no user wrote them.
+_RECOMPUTED = frozenset({"checkpoint", "rematted_computation"})
+
+
+class Place(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+      path: the user's scopes, outermost first, joined by "/".
+      backward: whether reverse-mode differentiation made the equation.
+      rewritten: whether an inner `mixed_precision` has decided already.
+      full: whether `full_precision` covers it.
+    """
+
+    path: str = ""
+    backward: bool = False
+    rewritten: bool = False
+    full: bool = False
+
+
+@functools.lru_cache(maxsize=8192)
+def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
+    """Returns the place of an equation with these name-stack elements in `outer`."""
+    if not elements:
+        return outer
+    names = [part for e in elements if _compat.is_scope(e) for part in e.name.split("/")]
+    transforms = [e.name for e in elements if not _compat.is_scope(e)]
+    own = [n for n in names if n not in _RECOMPUTED and not _is_mark(n)]
+    return Place(
+        "/".join(([outer.path] if outer.path else []) + own),
+        outer.backward or "transpose" in transforms,
+        outer.rewritten or REWRITTEN in names,
+        outer.full or FULL_PRECISION in names,
+    )
+
+
+def _is_mark(name: str) -> bool:
+    return name in (REWRITTEN, FULL_PRECISION)
+
+
+class _FullPrecision:
+    """The context manager and decorator that `full_precision` returns."""
+
+    def __init__(self) -> None:
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        scope = jax.named_scope(FULL_PRECISION)
+        scope.__enter__()
+        self._entered.append(scope)
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.pop().__exit__(*exc)
+
+    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return _in_full_precision(fun)
+
+
+def _in_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(fun):
+        raise TypeError(
+            "full_precision expected a function to decorate, got "
+            f"{fun!r}. Use `with full_precision():` around code that is traced."
+        )
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(FULL_PRECISION):
+            return fun(*args, **kwargs)
+
+    return wrapped
+
+
+def full_precision(fun: Callable[..., Any] | None = None) -> Any:
+    """Keeps the original dtypes of everything that is traced inside.
+
+    For the one computation of a model that must not run in half precision, forward
+    and backward: a loss with a delicate cancellation, a solver, a metric. It wins over
+    `scopes`, `rules` and the table.
+
+    It is a name scope, so it has to be around code while that code is being traced:
+    inside the decorated function, not around a call of an already jitted one. Like
+    every name scope it is no part of `jax.jit`'s cache key.
+
+    Args:
+      fun: the function to decorate, or None for the context manager.
+
+    Returns:
+      The decorated function, or an object that is a context manager and a decorator.
+
+    Raises:
+      TypeError: if `fun` is no function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_rewrite as jmpr
+      >>> @jmpr.mixed_precision("mixed_bfloat16")
+      ... def f(x, w):
+      ...     with jmpr.full_precision():
+      ...         logits = x @ w
+      ...     return logits @ w
+      >>> x = jnp.ones((2, 2))
+      >>> [str(e.invars[0].aval.dtype) for e in jax.make_jaxpr(f)(x, x).eqns
+      ...  if e.primitive.name == "dot_general"]
+      ['float32', 'bfloat16']
+    """
+    return _FullPrecision() if fun is None else _in_full_precision(fun)
