@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax import tree_util
+from jax import lax, tree_util
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.extend import linear_util as lu
@@ -109,6 +109,16 @@ def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
     return primitives.convert_element_type_p.bind(
         x, new_dtype=dtype, weak_type=weak_type, sharding=None
     )
+
+
+def shield_product(x: Any) -> Any:
+    """Keeps XLA:CPU from folding a transpose into a bfloat16 product that emits float32.
+
+    It has no kernel for what comes out ("Unsupported element type for DotThunk: BF16 x
+    BF16 = F32", JAX 0.10.2 to 0.12.0). Rounding to float32's own format changes nothing
+    and stands in the way; other backends fuse it away.
+    """
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
 
 
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:

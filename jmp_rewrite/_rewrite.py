@@ -149,7 +149,10 @@ class _Emitter:
         values = self._half_operands(eqn, env, {})
         dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
         params = dict(eqn.params, preferred_element_type=dtype)
-        return [Cell(x) for x in _compat.bind(eqn, values, params)]
+        outs = _compat.bind(eqn, values, params)
+        if action & Action.EMITS_FULL and self.plan.half != np.float16:
+            outs = [_compat.shield_product(x) for x in outs]
+        return [Cell(x) for x in outs]
 
     def _wide(self, eqn: Any, action: Action, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
