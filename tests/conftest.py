@@ -4,7 +4,9 @@ A library that changes dtypes must not lean on implicit promotion, so both kinds
 errors here. Users' own models run under JAX's defaults.
 """
 
+import importlib.util
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -28,10 +30,17 @@ hypothesis.settings.load_profile("jmp_rewrite")
 def run_python(tmp_path):
     """Runs the interpreter in an empty directory, with one CPU device."""
 
+    package = pathlib.Path(importlib.util.find_spec("jmp_rewrite").origin).parent
+    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
+
     def run(*args: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-W", "error", *args]
         return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=300
+            [sys.executable, "-W", "error", *args],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
 
     return run

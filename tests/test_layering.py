@@ -21,6 +21,7 @@ ORDER = (
     "_place",
     "_pin",
     "_plan",
+    "_parameters",
     "_cast",
     "_rewrite",
     "_transform",
