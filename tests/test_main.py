@@ -5,7 +5,6 @@ import math
 import re
 import types
 
-import jax
 import matplotlib.image
 import numpy as np
 import pytest
@@ -31,6 +30,13 @@ def runs(digits):
     return {p: _demo.train(p, digits, course, lambda run: None) for p in POLICIES}
 
 
+def panels_with_curves(path, panels):
+    """Counts the panels with something colored in them: axes and texts are gray."""
+    rgb = matplotlib.image.imread(path)[..., :3]
+    colored = rgb.max(-1) - rgb.min(-1) > 0.2
+    return sum(bool(p.sum() > 100) for p in np.array_split(colored, panels, axis=1))
+
+
 def test_job_prints_a_row_a_policy_and_draws(run_python, tmp_path):
     ran = run_python("-m", "jmp_rewrite", *TINY, "--force-overflow", str(FORCED))
     assert ran.returncode == 0, ran.stderr
@@ -41,9 +47,7 @@ def test_job_prints_a_row_a_policy_and_draws(run_python, tmp_path):
     assert list(rows) == POLICIES
     skipped = [row.split("│")[4].strip() for row in rows.values()]
     assert skipped == ["0", "0", "1"]
-    image = matplotlib.image.imread(tmp_path / "jmp_rewrite.png")
-    assert image.shape[0] > 300 and image.shape[1] > 1000
-    assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 50
+    assert panels_with_curves(tmp_path / "jmp_rewrite.png", panels=3) == 3
 
 
 @pytest.mark.parametrize("given", ["", "curves.png"])
@@ -100,17 +104,16 @@ def test_activations_are_what_depends_on_the_batch(digits):
         for name in ("float32", "mixed_bfloat16")
     )
     hidden = 2 * size * units  # values of both hidden layers
-    assert hidden * 4 <= full < sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    assert half <= full - hidden * 2
+    weights = params[1]["w"].nbytes  # the backward pass reads them, half ones too
+    assert hidden * 4 <= full < weights
+    assert hidden * 2 <= half <= full - hidden * 2 < weights // 2
 
 
 def test_scale_is_drawn_only_where_there_is_one(runs, tmp_path):
-    widths = []
-    for name in ("float32", "mixed_float16"):
+    for name, panels in (("float32", 2), ("mixed_float16", 3)):
         path = tmp_path / f"{name}.png"
         _demo_report.save_figure([runs[name]], path)
-        widths.append(matplotlib.image.imread(path).shape[1])
-    assert widths[0] < widths[1]
+        assert panels_with_curves(path, panels) == panels
 
 
 BAD_ARGUMENTS = {
