@@ -188,7 +188,10 @@ class _Settling:
             sources = list(self._sources(node))
             return bool(sources) and all(map(self._is_half, sources))
         readers = self.graph.successors[node]
-        reads = [self.labels[n] and n not in self.reads_full for n in readers]
+        reads = [
+            self.labels[n] and n not in self.reads_full and n not in self.sinks
+            for n in readers
+        ]
         if not any(reads):
             return False
         if any(map(self._is_half, self._sources(node))):
