@@ -5,6 +5,7 @@ What the training alone needs (scikit-learn, matplotlib, rich) is imported when 
 
 import argparse
 import importlib.util
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -237,7 +238,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     command = {"rules": _rules, "devices": _devices}.get(argv[0] if argv else "")
-    command(argv[1:]) if command else _train(argv)
+    try:
+        command(argv[1:]) if command else _train(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has left: `python -m jmp_rewrite rules | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

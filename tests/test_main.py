@@ -196,3 +196,11 @@ def test_rules_and_devices_need_no_extras(run_python):
 def test_devices_judges_the_policy(capsys):
     main(["devices", "--policy", "mixed_float16"])
     assert "mixed_float16" in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error(run_python):
+    closed = "import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1)"
+    ran = run_python(
+        "-c", f"{closed}; from jmp_rewrite.__main__ import main; main(['rules'])"
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
