@@ -47,6 +47,7 @@ class Pins:
       upstream: the deny node that endangers it; -1 if none.
       forced: nodes that a scope "half" covers.
       emits_full: products whose result no product needs in half: they emit float32.
+      out_of_range: nodes with a number that the compute dtype cannot hold.
       moved: nodes that only move arguments' values -> dimensions of the arguments.
       sinks: nodes without a float32 result that take the precision of what they read.
       used_scopes: the patterns that matched something.
@@ -57,6 +58,7 @@ class Pins:
     upstream: list[int]
     forced: set[int]
     emits_full: frozenset[int] = frozenset()
+    out_of_range: frozenset[int] = frozenset()
     moved: Mapping[int, int] = dataclasses.field(default_factory=dict)
     sinks: frozenset[int] = frozenset()
     used_scopes: frozenset[str] = frozenset()
@@ -93,9 +95,10 @@ def pin(graph: Graph, policy: Policy, overrides: Mapping[int, tuple[str, str]] =
     consumers = graph.consumers()
     predecessors = _predecessors(graph)
     _products_of_nothing(graph, pins, consumers)
-    _danger(graph, pins, consumers)
+    _danger(graph, pins, consumers, local.out_of_range)
     _train_state(graph, pins, consumers, predecessors)
-    pins.moved = _state.moved_arguments(graph, pins.categories)
+    pins.out_of_range = frozenset(local.out_of_range)
+    pins.moved = _state.moved_arguments(graph, pins.categories, pins.out_of_range)
     pins.used_scopes = frozenset(local.used)
     return pins
 
@@ -127,6 +130,7 @@ class _Local:
         self._overrides = overrides
         self._dtype = policy.compute_dtype
         self.used: set[str] = set()
+        self.out_of_range: set[int] = set()
 
     def judge(self, node: Node, forced: set[int]) -> tuple[Category | None, str | None]:
         """Returns a node's category, and why it must be float32 if it must."""
@@ -142,7 +146,10 @@ class _Local:
                 return category, f"full: the scope {scope[0]!r} is float32"
             forced.add(node.index)
             by_rule, category = False, self._default(node)
-        reason = self._must_be_full(node, category, by_rule, node.index in forced)
+        covered = node.index in forced
+        reason = self._must_be_full(node, category)
+        if reason is None and node.name not in _JOINTS and not (by_rule or covered):
+            reason = self._request(node, category) or self._range(node)
         return category, reason
 
     def _scope(self, path: str) -> tuple[str, str] | None:
@@ -169,8 +176,7 @@ class _Local:
             return special(node)
         return CLEAR if node.name in _JOINTS else self._defaults.get(node.name)
 
-    def _must_be_full(self, node: Node, category: Category | None, by_rule: bool,
-                      forced: bool) -> str | None:
+    def _must_be_full(self, node: Node, category: Category | None) -> str | None:
         if category is None:
             return f"full: no rule for {node.name}"
         if category is DENY:
@@ -181,9 +187,7 @@ class _Local:
             return SCALAR
         if not _only_float32(node):
             return "full: it mixes float32 with another float dtype"
-        if by_rule or forced:
-            return None
-        return self._request(node, category) or self._range(node)
+        return None
 
     def _request(self, node: Node, category: Category) -> str | None:
         if category is not ALLOW:
@@ -205,6 +209,7 @@ class _Local:
             numbers.append(np.asarray(fill))
         for number in numbers:
             if (lost := unrepresentable(number, self._dtype)) is not None:
+                self.out_of_range.add(node.index)
                 return f"full: {lost:.6g} does not fit into {self._dtype.name}"
         return None
 
@@ -320,9 +325,14 @@ def _casts_up(graph: Graph, pins: Pins) -> None:
                 pins.full[node.index] = "full: an operand was cast to float32"
 
 
-def _danger(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]]) -> None:
-    """What lies downstream of a deny node is full, up to the next allow node."""
+def _danger(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]],
+            out_of_range: set[int]) -> None:
+    """What lies downstream of a deny node is full, up to the next allow node.
+
+    So is what follows from a number that half cannot hold: it is still in there.
+    """
     stack = [n for n, c in enumerate(pins.categories) if c is DENY]
+    stack += sorted(out_of_range)
     origin = {n: n for n in stack}
     while stack:
         node = stack.pop()

@@ -86,7 +86,9 @@ def make_plan(graph: Graph, pins: Pins, half: np.dtype,
     )
     actions = []
     for node, is_half in enumerate(labels):
-        saturates = half == np.float16 and node in pins.moved
+        saturates = node in pins.moved and (
+            half == np.float16 or node in pins.out_of_range
+        )
         action = Action.ARGUMENT if saturates else Action.FULL
         if is_half:
             emits = node in pins.emits_full

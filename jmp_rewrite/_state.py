@@ -8,7 +8,7 @@ arithmetic makes stays float32; a matrix product reads a rounded copy of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from jmp_rewrite._graph import Graph, Loop, Node, Value
 from jmp_rewrite._rules import Category
@@ -176,13 +176,19 @@ def leads_to_product(products: Sequence[int], predecessors: Sequence[Sequence[in
     return reached
 
 
-def moved_arguments(graph: Graph,
-                    categories: Sequence[Category | None]) -> dict[int, int]:
+def moved_arguments(graph: Graph, categories: Sequence[Category | None],
+                    like_arguments: Iterable[int] = ()) -> dict[int, int]:
     """Returns the clear nodes whose result holds nothing but arguments' values.
 
     With each comes the number of dimensions that those arguments have.
+
+    Args:
+      graph: the program.
+      categories: of each node.
+      like_arguments: nodes that hold numbers as large as an argument may hold.
     """
-    moved: dict[int, int] = {}
+    moved = {n: len(graph.nodes[n].avals[0].shape) for n in like_arguments
+             if graph.nodes[n].avals}
     for node in graph.nodes:
         if categories[node.index] is Category.CLEAR and node.avals and node.inputs:
             ranks = [argument_rank(v, moved) for v in node.inputs]

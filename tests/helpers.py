@@ -1,0 +1,83 @@
+"""Looking into jaxprs, and comparing trees with their types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+EPS = {"mixed_bfloat16": 2.0**-8, "mixed_float16": 2.0**-11}  # half the spacing at 1
+HALF = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def walk(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr and of all that it holds."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from walk(inner)
+
+
+def eqns(jaxpr: Any, *names: str) -> list[Any]:
+    """Returns the equations with one of these names, everywhere inside."""
+    return [e for e in walk(jaxpr) if e.primitive.name in names]
+
+
+def products(jaxpr: Any) -> list[Any]:
+    return eqns(jaxpr, *PRODUCTS)
+
+
+def dtypes_in(eqn: Any) -> list[str]:
+    return [str(v.aval.dtype) for v in eqn.invars]
+
+
+def dtypes_out(eqn: Any) -> list[str]:
+    return [str(v.aval.dtype) for v in eqn.outvars]
+
+
+def trace(fun: Any, *args: Any) -> Any:
+    """Returns the jaxpr of a function through a fresh one, so that nothing is cached."""
+    return jax.make_jaxpr(lambda *a: fun(*a))(*args)
+
+
+def arrays(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, (jax.Array, np.ndarray))]
+
+
+def same_types(one: Any, other: Any) -> None:
+    """Asserts equal trees, shapes, dtypes and weak types; other leaves are equal."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        if not isinstance(x, jax.Array):
+            assert x == y
+            continue
+        a, b = jax.typeof(x), jax.typeof(y)
+        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+
+
+def relative_error(value: Any, reference: Any) -> float:
+    """Returns the norm of the difference over the norm of the reference."""
+    pairs = [
+        (np.asarray(x, np.float64), np.asarray(y, np.float64))
+        for x, y in zip(arrays(value), arrays(reference), strict=True)
+        if np.issubdtype(np.asarray(y).dtype, np.floating)
+        or str(x.dtype) in ("bfloat16", "float16")
+    ]
+    error = sum(float(np.sum((x - y) ** 2)) for x, y in pairs)
+    norm = sum(float(np.sum(y**2)) for _, y in pairs)
+    return float(np.sqrt(error / norm)) if norm else 0.0
+
+
+def bit_equal(one: Any, other: Any) -> None:
+    """Asserts equal trees, to the bit."""
+    same_types(one, other)
+    for x, y in zip(arrays(one), arrays(other), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

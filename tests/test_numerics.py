@@ -1,0 +1,654 @@
+"""The twelve numerical rules of the design, each with a test that it can fail."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    EPS,
+    HALF,
+    bit_equal,
+    dtypes_in,
+    dtypes_out,
+    eqns,
+    open_jaxpr,
+    products,
+    relative_error,
+    trace,
+    walk,
+)
+from jax import lax
+from programs import OPTIMIZERS, W, cross_entropy, mlp, mlp_args, normal, weights
+
+from jmp_rewrite import Policy, mixed_precision
+
+POLICIES = ["mixed_bfloat16", "mixed_float16"]
+both = pytest.mark.parametrize("policy", POLICIES)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax promotes integers to floats, which strict promotion forbids."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def halves(policy, fun, *args):
+    """Returns how many products run on half operands, and how many there are."""
+    found = products(trace(mixed_precision(fun, policy), *args))
+    return sum(set(dtypes_in(e)) == {HALF[policy]} for e in found), len(found)
+
+
+# 1. Only float32 values are candidates.
+
+
+@both
+def test_other_dtypes_stay(policy):
+    """float64, complex, integers, keys and what is half already are not retyped."""
+    with jax.enable_x64(True):
+        x64 = jnp.ones((4, 4), jnp.float64)
+        values = [x64, x64 + 1j, jnp.arange(16).reshape(4, 4),
+                  jnp.ones((4, 4), jnp.bfloat16)]
+
+        def f(key, *xs):
+            return jax.random.normal(key, (4,)), *(x @ x for x in xs)
+
+        args = (jax.random.key(0), *values)
+        bit_equal(mixed_precision(f, policy)(*args), f(*args))
+        assert halves("mixed_float16", f, *args)[0] == 0
+
+
+# 2. Downstream of a deny node everything is full until the next product.
+
+
+@both
+def test_danger_reaches_to_the_next_product(policy):
+    w, x = weights((W, W), (4, W))
+
+    def f(x):
+        h = jnp.exp(x @ w)  # deny
+        h = jnp.maximum(jnp.tanh(h).reshape(2, 2, W), 0)  # infer, clear
+        return jnp.tanh(h.reshape(4, W) @ w) @ w
+
+    jaxpr = trace(mixed_precision(f, policy), x)
+    first, second = eqns(jaxpr, "tanh")
+    assert dtypes_in(first) == ["float32"] and dtypes_in(second) == [HALF[policy]]
+    assert dtypes_in(eqns(jaxpr, "reshape")[0]) == ["float32"]
+    assert len(products(jaxpr)) == 3
+
+
+# 3. Train state.
+
+
+def train(optimizer, loss=cross_entropy):
+    def step(params, state, x, labels):
+        value, grads = jax.value_and_grad(loss)(params, x, labels)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, grads
+
+    return step
+
+
+def data():
+    params, x = mlp_args()
+    return params, x, jnp.array([0, 1, 2, 3])
+
+
+@both
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_is_untouched(name, policy):
+    """State and update are bit-equal to those that the same gradients give."""
+    optimizer = OPTIMIZERS[name]
+    params, x, labels = data()
+    state = optimizer.init(params)
+    # Op by op: XLA fuses the two programs differently, with other last digits.
+    step = mixed_precision(train(optimizer), policy)
+    new, new_state, grads = step(params, state, x, labels)
+    updates, state = optimizer.update(grads, state, params)
+    bit_equal((new, new_state), (optax.apply_updates(params, updates), state))
+
+
+def float32_arithmetic_of_state(fun, *args, policy="mixed_float16"):
+    """Asserts that no elementwise equation of a parameter's shape is half, but casts.
+
+    Parameters have shapes that nothing else in these programs has.
+    """
+    jaxpr = trace(mixed_precision(fun, policy), *args)
+    seen = 0
+    for eqn in walk(jaxpr):
+        shapes = {v.aval.shape for v in eqn.outvars}
+        if eqn.primitive.name in ("add", "sub", "mul", "div", "sqrt", "add_any"):
+            if shapes & {(5, 7), (7, 3)}:
+                seen += 1
+                assert HALF[policy] not in dtypes_in(eqn) + dtypes_out(eqn), eqn
+    half, count = halves(policy, fun, *args)
+    assert half == count > 0
+    return seen
+
+
+def small():
+    """Two layers whose weights have shapes of their own."""
+    params = weights((5, 7), (7, 3))
+    return params, jnp.asarray(normal(4, 5))
+
+
+def net(params, x):
+    return jnp.tanh(x @ params[0]) @ params[1]
+
+
+def loss(params, x):
+    return jnp.mean(net(params, x) ** 2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_unrolled_steps(name):
+    """Two steps in one program: the second's products do not make the first's half."""
+    optimizer = OPTIMIZERS[name]
+    params, x = small()
+
+    def two(params, state, x):
+        for _ in range(2):
+            grads = jax.grad(loss)(params, x)
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    assert float32_arithmetic_of_state(two, params, optimizer.init(params), x) > 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_epoch(name):
+    """A scan over steps, then evaluation: every carry is float32."""
+    optimizer = OPTIMIZERS[name]
+    params, x = small()
+
+    def epoch(params, state, xs):
+        def body(carry, x):
+            params, state = carry
+            grads = jax.grad(loss)(params, x)
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss(params, x)
+
+        (params, state), losses = lax.scan(body, (params, state), xs)
+        return params, state, losses, loss(params, xs[0])
+
+    args = params, optimizer.init(params), jnp.stack([x, x + 1])
+    assert float32_arithmetic_of_state(epoch, *args) > 4
+    (scan,) = eqns(trace(mixed_precision(epoch, "mixed_float16"), *args), "scan")
+    assert "float16" not in {str(v.aval.dtype) for v in scan.outvars}
+
+
+def test_sharpness_aware():
+    """SAM: the perturbed weights are float32; products read a rounded copy."""
+    params, x = small()
+
+    def step(params, x):
+        first = jax.grad(loss)(params, x)
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in first))
+        near = jax.tree.map(lambda p, g: p + 1e-3 * g / norm, params, first)
+        grads = jax.grad(loss)(near, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    assert float32_arithmetic_of_state(step, params, x) >= 4
+
+
+def test_meta_learning():
+    """MAML: a gradient through an inner update."""
+    params, x = small()
+
+    def outer(params, x):
+        fast = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+        return loss(fast, x + 1)
+
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(outer)(params, x))
+
+    jaxpr = trace(mixed_precision(step, "mixed_float16"), params, x)
+    updates = eqns(jaxpr, "sub")  # of the fast weights, and of the weights
+    assert len(updates) == 4 and {d for e in updates for d in dtypes_in(e)} == {"float32"}
+    half, count = halves("mixed_float16", step, params, x)
+    assert half == count > 10
+
+
+def test_adversarial():
+    """A GAN step: one network's new weights are used for the other's loss."""
+    params, x = small()
+    generator = weights((5, 5))
+
+    def step(generator, params, x):
+        fake = x @ generator[0]
+        grads = jax.grad(lambda p: loss(p, x) - loss(p, fake))(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        ggrads = jax.grad(lambda g: loss(params, x @ g[0]))(generator)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, generator, ggrads), params
+
+    assert float32_arithmetic_of_state(step, generator, params, x) >= 2
+
+
+def test_flat_optimizer():
+    """Parameters that an optimizer flattens into one vector stay state."""
+    params, x = small()
+    optimizer = optax.flatten(optax.adam(1e-2))
+
+    def two(params, state, x):
+        for _ in range(2):
+            updates, state = optimizer.update(jax.grad(loss)(params, x), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    args = params, optimizer.init(params), x
+    jaxpr = trace(mixed_precision(two, "mixed_float16"), *args)
+    for eqn in walk(jaxpr):
+        if eqn.outvars[0].aval.shape == (5 * 7 + 7 * 3,):
+            assert "float16" not in dtypes_out(eqn)
+
+
+def test_parameters_made_inside():
+    """Parameters that the program draws itself are state as well."""
+    _, x = small()
+
+    def run(key, x):
+        params = [jax.random.normal(key, (5, 7)), jax.random.normal(key, (7, 3))]
+        for _ in range(2):
+            grads = jax.grad(loss)(params, x)
+            params = [p - 0.1 * g for p, g in zip(params, grads, strict=True)]
+        return params
+
+    assert float32_arithmetic_of_state(run, jax.random.key(0), x) >= 4
+
+
+@both
+def test_states_of_loops(policy):
+    """An ODE's state, an LSTM's cell and a running sum are float32 carries."""
+    w, x = weights((W, W), (4, W))
+
+    def f(x):
+        ode = lax.fori_loop(0, 3, lambda _, y: y + 0.1 * jnp.tanh(y @ w), x)
+        total = lax.scan(lambda s, y: (s + y @ w, None), x, jnp.stack([x, x]))[0]
+        return ode @ w, total @ w
+
+    for eqn in eqns(trace(mixed_precision(f, policy), x), "add"):
+        assert dtypes_out(eqn)[0] in ("float32", "int32")
+
+
+@both
+def test_residual_stream_of_layers(policy):
+    """A scan over layers may keep its residual stream half, forward and backward."""
+    w, ws, x = weights((5, W), (3, W, W), (4, 5))
+
+    def f(params, x):
+        w, ws = params
+        body = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
+        return jnp.sum(jnp.tanh(lax.scan(body, x @ w, ws)[0] @ w.T))
+
+    jaxpr = trace(mixed_precision(jax.grad(f), policy), (w, ws), x)
+    forward, backward = eqns(jaxpr, "scan")
+    carries = [str(forward.outvars[0].aval.dtype), str(backward.outvars[0].aval.dtype)]
+    assert carries == [HALF[policy]] * 2
+
+
+@both
+def test_no_scalar_is_half(policy):
+    """0-d values are float32, a learned temperature too."""
+    params, x = small()
+
+    def f(params, t, x):
+        h = (x @ params[0]) * t
+        return jnp.sum(jnp.tanh(h) @ params[1]) / t
+
+    jaxpr = trace(mixed_precision(jax.value_and_grad(f, (0, 1)), policy),
+                  params, jnp.float32(0.3), x)
+    for eqn in walk(jaxpr):
+        for var in eqn.outvars:
+            assert (str(var.aval.dtype), var.aval.shape) != (HALF[policy], ())
+
+
+# 4. Accumulation is float32.
+
+ONES = jnp.ones((8192, 1), jnp.float32)
+
+
+@both
+def test_sums_of_ones(policy):
+    """8192 ones add up to 8192: bfloat16 stops at 256, float16 at 2048."""
+    one = jnp.ones((1, 1), jnp.float32)
+
+    def sums(x):
+        h = x @ one  # half, and every sum reads it
+        ids = jnp.zeros(8192, jnp.int32)
+        return [
+            jnp.sum(h),
+            jnp.cumsum(h[:, 0])[-1],
+            jax.ops.segment_sum(h, ids, 1)[0, 0],
+            jnp.zeros(1).at[ids].add(h[:, 0])[0],
+            lax.scan(lambda s, v: (s + v[0], None), jnp.float32(0), h)[0],
+            lax.scan(lambda s, v: (s + v @ one, None), jnp.zeros((1, 1)),
+                     h[:, None])[0][0, 0],
+            lax.fori_loop(0, 8192, lambda i, s: s + h[i, 0], jnp.float32(0)),
+            (jnp.ones((1, 8192)) @ h)[0, 0],
+        ]
+
+    for value in jax.jit(mixed_precision(sums, policy))(ONES):
+        assert float(value) == 8192
+
+
+@both
+@pytest.mark.parametrize("decorate", ["loss", "gradient"])
+def test_gradients_of_ones(policy, decorate):
+    """Embedding rows, shared weights and scan constants collect 8192 cotangents."""
+    one = jnp.ones((1, 1), jnp.float32)
+
+    def fun(params):
+        table, shared, scanned = params
+        rows = table[jnp.zeros(8192, jnp.int32)] @ one
+        used = lax.scan(lambda c, x: (c, x @ scanned), 0.0, ONES[:, None])[1]
+        gathered = (ONES @ shared)[jnp.zeros(4096, jnp.int32)] @ one
+        return jnp.sum(rows) + jnp.sum(used) + jnp.sum(gathered)
+
+    grad = jax.grad(mixed_precision(fun, policy)) if decorate == "loss" else (
+        mixed_precision(jax.grad(fun), policy))
+    table, shared, scanned = jax.jit(grad)((one, one, one))
+    assert float(table[0, 0]) == 8192 and float(scanned[0, 0]) == 8192
+    assert float(shared[0, 0]) == 4096
+
+
+def test_user_cannot_break_accumulation():
+    """A sum that a rule makes half still adds up in float32, and rounds once."""
+    w = jnp.ones((1, 4), jnp.float32)
+    policy = Policy("mixed_bfloat16", rules={"reduce_sum": "infer"})
+
+    def f(x):
+        return jnp.sum(x @ w, 0, keepdims=True) @ w.T
+
+    jaxpr = trace(mixed_precision(f, policy), ONES)
+    (total,) = eqns(jaxpr, "reduce_sum")
+    assert dtypes_in(total) == ["float32"]
+    assert float(mixed_precision(f, policy)(ONES)[0, 0]) == 4 * 8192
+
+
+def test_psum_is_float32():
+    """A sum over devices is float32."""
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    (w,) = weights((W, W))
+    f = jax.shard_map(lambda x: lax.psum(x @ w, "i") @ w, mesh=mesh,
+                      in_specs=jax.P("i"), out_specs=jax.P())
+    jaxpr = trace(mixed_precision(f, "mixed_bfloat16"), jnp.ones((4, W)))
+    for eqn in walk(jaxpr):
+        if eqn.primitive.name.startswith("psum"):
+            assert dtypes_in(eqn) == ["float32"]
+
+
+# 5. A product that no product depends on emits float32.
+
+
+@both
+def test_weight_gradients_are_float32(policy):
+    params, x = small()
+    jaxpr = trace(mixed_precision(jax.grad(loss), policy), params, x)
+    out = {e.outvars[0].aval.shape: dtypes_out(e)[0] for e in products(jaxpr)}
+    assert out[(7, 5)] == out[(3, 7)] == "float32"  # JAX transposes them afterwards
+    assert all(set(dtypes_in(e)) == {HALF[policy]} for e in products(jaxpr))
+
+
+@both
+def test_transposed_products_are_half_as_well(policy):
+    """Before differentiation no product may emit float32: its transposes would be."""
+    params, x = small()
+    half = mixed_precision(loss, policy)
+    for eqn in products(trace(jax.grad(half), params, x)):
+        assert set(dtypes_in(eqn)) == {HALF[policy]}
+
+
+def test_products_that_emit_float32_run_on_cpu():
+    """XLA:CPU has no kernel for a transposed bfloat16 product that emits float32."""
+    x, g = weights((2, 3, 5), (2, 3, 7))
+
+    def f(x, g):
+        h = jnp.einsum("bti,btj->ij", jnp.tanh(x), g)
+        return jax.grad(lambda w: jnp.sum((jnp.tanh(x) @ w) * g))(h)
+
+    with jax.named_scope("step"):
+        result = jax.jit(mixed_precision(f, "mixed_bfloat16"))(x, g)
+    assert relative_error(result, f(x, g)) < 8 * EPS["mixed_bfloat16"]
+
+
+# 6. What the compute dtype cannot hold.
+
+
+@pytest.mark.parametrize("as_data", [False, True])
+@both
+def test_masks_survive(policy, as_data):
+    """A mask of -1e9, or of float32's lowest number, makes no NaN."""
+    q, k = weights((4, W), (4, W))
+    for lowest in (-1e9, float(jnp.finfo(jnp.float32).min)):
+        mask = np.where(np.tri(4, dtype=bool), 0, lowest).astype("f4")
+
+        def f(q, k, mask=mask):
+            logits = q @ k.T + mask
+            return jax.nn.softmax(logits) @ k
+
+        args = (q, k, jnp.asarray(mask)) if as_data else (q, k)
+        result = jax.jit(mixed_precision(f, policy))(*args)
+        assert relative_error(result, f(*args)) < 8 * EPS[policy]
+
+
+@both
+def test_masked_rows_between_products(policy):
+    """A sum with a large argument that a product reads saturates."""
+    w, x = weights((W, W), (4, W))
+    mask = jnp.full((4, W), -1e9, jnp.float32)
+    result = mixed_precision(lambda x, m: jax.nn.relu(x @ w + m) @ w, policy)(x, mask)
+    assert np.all(np.asarray(result) == 0)
+
+
+def test_arguments_saturate():
+    """Rounding an argument makes no infinity; infinities stay."""
+    x = jnp.asarray([[1e6, -1e6, jnp.inf, 1.0]], jnp.float32)
+
+    def f(x):
+        return (x @ jnp.eye(4, dtype=jnp.float32)).astype(jnp.float32)
+
+    result = mixed_precision(lambda x, e: x[:, :2] @ e, "mixed_float16")(
+        x, jnp.eye(2, dtype=jnp.float32))
+    np.testing.assert_array_equal(np.asarray(result), [[65504, -65504]])
+    kept = mixed_precision(lambda x, e: x[:, 2:3] @ e, "mixed_float16")(
+        x, jnp.ones((1, 1), jnp.float32))
+    assert np.isinf(np.asarray(kept)).all()
+
+
+def test_overflow_is_seen():
+    """What overflows in half by itself is infinite: loss scaling has to see it."""
+    v = jnp.full((1, 1), 2.0**10, jnp.float32)
+    result = mixed_precision(lambda v: (v @ v) @ v, "mixed_float16")(v)
+    assert np.isinf(np.asarray(result)).all()
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-6])
+def test_epsilons_survive(eps):
+    """w / (|w| + eps) is 0 at 0, not NaN."""
+    w = jnp.zeros((4, 4), jnp.float32)
+    x = jnp.ones((4, 4), jnp.float32)
+
+    def f(x):
+        h = x @ w
+        return (h / (jnp.abs(h) + np.float32(eps))) @ x
+
+    assert np.all(np.asarray(mixed_precision(f, "mixed_float16")(x)) == 0)
+
+
+# 7. What a user asked for is obeyed.
+
+
+@pytest.mark.parametrize("precision", ["highest", "float32", "BF16_BF16_F32_X3"])
+def test_explicit_precision(precision):
+    w, x = weights((W, W), (4, W))
+
+    def f(x):
+        return jnp.tanh(jnp.dot(x, w, precision=precision)) @ w
+
+    assert halves("mixed_float16", f, x) == (1, 2)
+
+
+def test_explicit_cast_up():
+    """A head that the user computes in float32 on purpose stays so."""
+    w, x = weights((W, W), (4, W))
+
+    def f(x):
+        h = (x @ w).astype(jnp.bfloat16)
+        return h.astype(jnp.float32) @ w
+
+    assert halves("mixed_bfloat16", f, x) == (1, 2)
+    given = x.astype(jnp.bfloat16)  # data that came in half asks for nothing
+    assert halves("mixed_bfloat16", lambda x: x.astype(jnp.float32) @ w, given) == (1, 1)
+
+
+# 8. Composites compute in float32 inside.
+
+
+@both
+@pytest.mark.parametrize(
+    "composite",
+    [jax.nn.softmax, jax.nn.log_softmax, jax.nn.standardize,
+     lambda h: jax.nn.logsumexp(h, axis=-1, keepdims=True)],
+    ids=["softmax", "log_softmax", "standardize", "logsumexp"],
+)
+def test_interiors(composite, policy):
+    w, x = weights((W, W), (4, W))
+
+    def f(x):
+        h = composite(x @ w)
+        return h @ jnp.ones((h.shape[1], W), jnp.float32)
+
+    jaxpr = trace(mixed_precision(f, policy), x)
+    for eqn in eqns(jaxpr, "sub", "exp", "log", "reduce_max", "square", "div", "mul"):
+        assert HALF[policy] not in dtypes_in(eqn)
+
+
+# 9. Custom derivatives, checkpoints, random bits.
+
+
+def test_random_bits_do_not_change():
+    w, x = weights((W, W), (4, W))
+
+    def f(key, x):
+        noise = jax.random.normal(key, (4, W))
+        keep = jax.random.bernoulli(key, 0.5, (4, W))
+        jnp.where(keep, x @ w, 0) @ w
+        return noise, keep, jax.random.gamma(key, 2.0, (4,))
+
+    key = jax.random.key(1)
+    bit_equal(mixed_precision(f, "mixed_float16")(key, x), f(key, x))
+
+
+@pytest.mark.parametrize("decorate", ["loss", "gradient"])
+def test_checkpoint_keeps_its_policy(decorate):
+    """What is saved stays saved; a saved product is half."""
+    w, x = weights((W, W), (4, W))
+
+    def f(w, x):
+        block = jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w),
+                               policy=jax.checkpoint_policies.dots_saveable)
+        return jnp.sum(block(block(x)))
+
+    plain = products(trace(jax.grad(f), w, x))
+    grad = jax.grad(mixed_precision(f, "mixed_bfloat16")) if decorate == "loss" else (
+        mixed_precision(jax.grad(f), "mixed_bfloat16"))
+    found = products(trace(grad, w, x))
+    assert len(found) == len(plain)
+    assert all(set(dtypes_in(e)) == {"bfloat16"} for e in found)
+
+
+# 10. Not every product is worth half.
+
+
+@both
+def test_products_that_stay_full(policy):
+    w, x = weights((W, W), (4, W))
+    positions = jnp.arange(4)
+
+    def outer(x):
+        return jnp.tanh(jnp.einsum("i,j->ij", x[:, 0], w[0]))
+
+    def rotary(x):
+        angles = x @ w
+        return jnp.sin(angles.reshape(-1)).reshape(4, W) @ w
+
+    def constants(x):
+        frequencies = positions.astype(jnp.float32)[:, None] @ np.ones((1, W), "f4")
+        return (x * frequencies) @ w
+
+    assert halves(policy, outer, x) == (0, 1)
+    assert halves(policy, rotary, x) == (1, 2)
+    assert halves(policy, constants, x) == (1, 2)
+
+
+@both
+def test_integers_become_floats_in_float32(policy):
+    """257 is no bfloat16, 2049 no float16."""
+    w = jnp.ones((1, 1), jnp.float32)
+    ids = jnp.asarray([[257], [2049]])
+
+    def f(ids):
+        return (ids.astype(jnp.float32) + (ids.astype(jnp.float32) @ w) * 0), jnp.arange(
+            3000, dtype=jnp.float32)
+
+    (kept, counted) = mixed_precision(f, policy)(ids)
+    assert kept[:, 0].tolist() == [257, 2049] and int(counted[-1]) == 2999
+
+
+# 11. Before differentiation.
+
+
+def test_casts_before_differentiation():
+    """A weight's cast stays inside the loop, one a use; so its gradient is exact."""
+    w, x = weights((W, W), (4, W))
+
+    def f(w, x):
+        return jnp.sum(lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None,
+                                length=3)[0])
+
+    (scan,) = eqns(trace(mixed_precision(f, "mixed_bfloat16"), w, x), "scan")
+    assert (W, W) in [v.aval.shape for v in scan.invars if v.aval.dtype == "float32"]
+    gradient = trace(mixed_precision(jax.grad(f), "mixed_bfloat16"), w, x)
+    for scan in eqns(gradient, "scan"):  # a whole step casts it once, outside
+        inside = eqns(scan.params["jaxpr"], "convert_element_type")
+        assert (W, W) not in [e.outvars[0].aval.shape for e in inside
+                              if dtypes_out(e) == ["bfloat16"]]
+
+
+# 12. Values against float64, side by side with the same model written by hand.
+
+
+def by_hand(params, x, labels, dtype):
+    w1, b1, w2 = (p.astype(dtype) for p in params)
+    h = jax.nn.relu(x.astype(dtype) @ w1 + b1[None])
+    logits = (h @ w2).astype(jnp.float32)
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
+
+
+@both
+def test_not_worse_than_by_hand(policy):
+    """Loss and gradients are as near to float64 as those of the hand-written model."""
+    params, x, labels = data()
+    with jax.enable_x64(True):
+        exact = jax.value_and_grad(cross_entropy)(
+            *jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x)), labels)
+    dtype = jnp.dtype(HALF[policy])
+    hand = jax.jit(jax.value_and_grad(lambda *a: by_hand(*a, dtype)))(params, x, labels)
+    for ours in (
+        jax.value_and_grad(mixed_precision(cross_entropy, policy)),
+        mixed_precision(jax.value_and_grad(cross_entropy), policy),
+    ):
+        result = jax.jit(ours)(params, x, labels)
+        for mine, theirs, true in zip(result, hand, exact, strict=True):
+            bound = 1.5 * relative_error(theirs, true) + EPS[policy]
+            assert relative_error(mine, true) <= bound
+
+
+def test_mlp_is_in_the_programs():
+    """`mlp` of the list is what the hand-written model computes."""
+    params, x, labels = data()
+    exact = by_hand(params, x, labels, jnp.float32)
+    assert relative_error(cross_entropy(params, x, labels), exact) < 1e-6
+    assert open_jaxpr(trace(mlp, params, x)).outvars[0].aval.shape == (4, W)
