@@ -284,13 +284,14 @@ def where_applied(opt_state: Any, new: Any, old: Any) -> Any:
         0.5
     """
     applied = loss_scale_state(opt_state).last_step_finite
-    new_leaves, structure = jax.tree_util.tree_flatten_with_path(new)
-    if structure != jax.tree.structure(old):
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (new, old)]
+    if structures[0] != structures[1]:
         raise ValueError(
             "expected `new` and `old` as two trees of one structure, got "
-            f"{structure} and {jax.tree.structure(old)}"
+            f"{structures[0]} and {structures[1]}"
         )
-    for (path, n), o in zip(new_leaves, jax.tree.leaves(old), strict=True):
+    leaves = jax.tree_util.tree_leaves_with_path(new)
+    for (path, n), o in zip(leaves, jax.tree.leaves(old), strict=True):
         _check_alike(jax.tree_util.keystr(path), n, o)
     return select(applied, new, old)
 

@@ -166,7 +166,7 @@ def test_an_optimizer_that_refuses_the_probe_is_asked_again():
 
 
 def test_scaling_inside_a_chain_counts():
-    tx = optax.chain(jmpr.loss_scaling(optax.sgd(0.1)), optax.scale(1.0))
+    tx = optax.chain(jmpr.loss_scaling(optax.sgd(0.1), 64.0), optax.scale(1.0))
     params, batch = problem()
     _, opt_state, _ = make_train_step(loss_fn, tx, "mixed_float16")(
         params, tx.init(params), batch
