@@ -6,9 +6,8 @@ The rest of the library sees one JAX.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -94,14 +93,17 @@ def is_scope(element: Any) -> bool:
     return type(element).__name__ == "Scope"
 
 
-@contextlib.contextmanager
-def reading_as(eqn: Any) -> Iterable[None]:
-    """Enters the name stack, the user's source line and the context of `eqn`."""
+def current_name_stack() -> Any:
+    """Returns the name scopes that are entered now."""
+    return source_info_util.current_name_stack()
+
+
+def user_context(eqn: Any, outer: Any) -> Any:
+    """Returns a context with the equation's name stack and the user's source line."""
     info = eqn.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack):
-        with eqn.ctx.manager:
-            yield
+    return source_info_util.user_context(
+        info.traceback, name_stack=outer + info.name_stack
+    )
 
 
 def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:

@@ -30,6 +30,9 @@ _COPIES_PER_EQUATION = 4
 _SMALL = 64
 
 
+_NO_LITERALS: dict[int, Any] = {}
+
+
 class Value:
     """A float32 value of the program (or a known number of another type).
 
@@ -78,10 +81,11 @@ class Node:
       literals: operand position -> number, for operands that are known numbers.
       trips: how often it runs, 1 outside of loops.
       given: a cast of an argument of the program that was half when it came in.
+      mixed: another floating-point dtype stands beside float32.
     """
 
-    __slots__ = ("avals", "eqn", "given", "index", "inputs", "literals", "name",
-                 "place", "trips")
+    __slots__ = ("avals", "eqn", "given", "index", "inputs", "literals", "mixed",
+                 "name", "place", "trips")
 
     def __init__(self, index: int, name: str, eqn: Any, place: Place,
                  inputs: list[Value], avals: list[Any], literals: dict[int, Any],
@@ -95,6 +99,7 @@ class Node:
         self.literals = literals
         self.trips = trips
         self.given = False
+        self.mixed = False
 
 
 class Instance:
@@ -174,14 +179,33 @@ class Graph:
     results: list[Value]
     differentiated: bool
     opaque: list[tuple[Any, Place, str]]
+    _edges: tuple[list[list[int]], list[list[int]]] | None = None
+
+    def predecessors(self) -> list[list[int]]:
+        """Returns for each node the nodes that it reads, each once."""
+        if self._edges is None:
+            self._edges = _edges(self.nodes)
+        return self._edges[0]
 
     def consumers(self) -> list[list[int]]:
-        """Returns for each node the nodes that read it."""
-        readers: list[list[int]] = [[] for _ in self.nodes]
-        for node in self.nodes:
-            for source in {v.node for v in node.inputs if v.node >= 0}:
-                readers[source].append(node.index)
-        return readers
+        """Returns for each node the nodes that read it, each once."""
+        if self._edges is None:
+            self._edges = _edges(self.nodes)
+        return self._edges[1]
+
+
+def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
+    reads: list[list[int]] = []
+    readers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        sources: list[int] = []
+        for value in node.inputs:
+            source = value.node
+            if source >= 0 and source not in sources:
+                sources.append(source)
+                readers[source].append(index)
+        reads.append(sources)
+    return reads, readers
 
 
 def build(closed: Any, is_opaque: Callable[[Any], bool] = lambda eqn: False) -> Graph:
@@ -208,7 +232,17 @@ def build(closed: Any, is_opaque: Callable[[Any], bool] = lambda eqn: False) -> 
 
 
 def _is_float32(aval: Any) -> bool:
-    return getattr(aval, "dtype", None) == FLOAT32 and not _compat.is_reference(aval)
+    # NumPy's dtypes of one kind are one object, and references have `inner_aval`.
+    return getattr(aval, "dtype", None) is FLOAT32 and not _compat.is_reference(aval)
+
+
+def _mixes(eqn: Any) -> bool:
+    """Tells whether another floating-point dtype stands beside float32."""
+    for atom in (*eqn.invars, *eqn.outvars):
+        dtype = getattr(atom.aval, "dtype", FLOAT32)
+        if dtype is not FLOAT32 and getattr(dtype, "kind", "b") not in "biu":
+            return True
+    return False
 
 
 # The parameter that holds the jaxpr of a primitive that calls it once.
@@ -321,17 +355,24 @@ class _Builder:
     def _leaf(self, eqn: Any, env: dict[Any, Value], place: Place,
               trips: int) -> tuple[Any, list[Value | None]]:
         """Adds the node (or the lanes) of an equation that holds no jaxpr."""
+        name = eqn.primitive.name
         operands = [_read(env, v) for v in eqn.invars]
-        if eqn.primitive.name in LANES:
+        if name in LANES:
             return self._lanes(eqn, operands, place, trips)
-        inputs, literals = [], {}
+        inputs: list[Value] = []
+        literals = _NO_LITERALS
+        given = False
         for position, value in enumerate(operands):
-            if value is not None and _is_float32(value.aval):
-                if value.constant is not None and np.ndim(value.constant) == 0:
-                    literals[position] = value.constant
-                    if value.node < 0:
-                        continue
-                inputs.append(value)
+            if value is None:
+                continue
+            given |= value.argument >= 0
+            if not _is_float32(value.aval):
+                continue
+            if value.constant is not None and not value.constant.ndim:
+                literals = {**literals, position: value.constant}
+                if value.node < 0:
+                    continue
+            inputs.append(value)
         avals = [v.aval for v in eqn.outvars if _is_float32(v.aval)]
         number = _kept_number(eqn, operands)
         if not (inputs or literals or avals):
@@ -339,13 +380,14 @@ class _Builder:
                 Value(v.aval, constant=number) if number is not None else None
                 for v in eqn.outvars
             ]
-        name = eqn.primitive.name
-        node = self.add(name, eqn, place, inputs, avals, literals, trips)
-        self.nodes[node].given = any(v is not None and v.argument >= 0 for v in operands)
-        data = name in _DATA or any(v.made_of_data for v in inputs)
-        return node, [
-            Value(v.aval, node, number, made_of_data=data)
-            if _is_float32(v.aval) or number is not None else None
+        index = self.add(name, eqn, place, inputs, avals, literals, trips)
+        node = self.nodes[index]
+        node.given = given
+        node.mixed = _mixes(eqn)
+        data = name in _DATA or any([v.made_of_data for v in inputs])
+        return index, [
+            Value(v.aval, index, number, made_of_data=data)
+            if number is not None or _is_float32(v.aval) else None
             for v in eqn.outvars
         ]
 

@@ -9,6 +9,7 @@ rule of the user's own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,7 +94,7 @@ def pin(graph: Graph, policy: Policy, overrides: Mapping[int, tuple[str, str]] =
         pins.categories[node.index] = category
         pins.full[node.index] = reason
     consumers = graph.consumers()
-    predecessors = _predecessors(graph)
+    predecessors = graph.predecessors()
     _products_of_nothing(graph, pins, consumers)
     _danger(graph, pins, consumers, local.out_of_range)
     _train_state(graph, pins, consumers, predecessors)
@@ -110,11 +111,10 @@ def bare(graph: Graph, pins: Pins) -> BareGraph:
         for c, full in zip(pins.categories, pins.full, strict=True)
     ]
     carries = [(o, i) for loop in graph.loops for i, o in loop.carries]
-    return BareGraph(categories, _predecessors(graph), graph.consumers(), carries)
+    return BareGraph(categories, graph.predecessors(), graph.consumers(), carries)
 
 
-def _predecessors(graph: Graph) -> list[list[int]]:
-    return [list({v.node for v in n.inputs if v.node >= 0}) for n in graph.nodes]
+
 
 
 class _Local:
@@ -185,7 +185,7 @@ class _Local:
             return None if node.avals[0].shape else SCALAR
         if _is_scalar(node):
             return SCALAR
-        if not _only_float32(node):
+        if node.mixed and node.name != "convert_element_type":
             return "full: it mixes float32 with another float dtype"
         return None
 
@@ -203,15 +203,23 @@ class _Local:
     def _range(self, node: Node) -> str | None:
         """Keeps an equation full whose numbers the compute dtype cannot hold."""
         numbers = list(node.literals.values())
-        numbers += [v.constant for v in node.inputs if np.ndim(v.constant) > 0]
+        numbers += [v.constant for v in node.inputs
+                    if v.constant is not None and v.constant.ndim]
         fill = node.eqn.params.get("fill_value")
         if isinstance(fill, (int, float)):
             numbers.append(np.asarray(fill))
         for number in numbers:
-            if (lost := unrepresentable(number, self._dtype)) is not None:
+            lost = (unrepresentable(number, self._dtype) if number.ndim
+                    else _unrepresentable(float(number), self._dtype))
+            if lost is not None:
                 self.out_of_range.add(node.index)
                 return f"full: {lost:.6g} does not fit into {self._dtype.name}"
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _unrepresentable(number: float, dtype: Any) -> float | None:
+    return unrepresentable(number, dtype)
 
 
 def unrepresentable(number: Any, dtype: Any) -> float | None:
@@ -231,17 +239,13 @@ def unrepresentable(number: Any, dtype: Any) -> float | None:
 
 def _is_scalar(node: Node) -> bool:
     """0-d values are never half: they save nothing, and `eps` is one of them."""
-    types = [v.aval for v in node.inputs] + node.avals
-    return bool(types) and not any(t.shape for t in types)
-
-
-def _only_float32(node: Node) -> bool:
-    if node.name == "convert_element_type":
-        return True
-    atoms = [*node.eqn.invars, *node.eqn.outvars]
-    dtypes = [getattr(a.aval, "dtype", None) for a in atoms]
-    return not any(d in ("bfloat16", "float16", "float64", "complex64", "complex128")
-                   for d in dtypes if d is not None)
+    for aval in node.avals:
+        if aval.shape:
+            return False
+    for value in node.inputs:
+        if value.aval.shape:
+            return False
+    return bool(node.avals or node.inputs)
 
 
 def _explicit_precision(eqn: Any) -> str:
@@ -296,7 +300,7 @@ _SPECIAL = {
 def _products_of_nothing(graph: Graph, pins: Pins,
                          consumers: Sequence[Sequence[int]]) -> None:
     """Pins products that feed a sine or cosine: a phase is off by radians in half."""
-    predecessors = _predecessors(graph)
+    predecessors = graph.predecessors()
     phases = [n.index for n in graph.nodes if n.name in ("sin", "cos")]
 
     def stops(node: int) -> bool:
@@ -354,8 +358,8 @@ def _train_state(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]],
     for node in state:
         if pins.full[node] is None or node in pins.forced:
             pins.full[node] = STATE
-    products = [n for n, c in enumerate(pins.categories)
-                if c is ALLOW and pins.full[n] is None]
+    products = {n for n, c in enumerate(pins.categories)
+                if c is ALLOW and pins.full[n] is None}
     useful = _state.leads_to_product(products, predecessors, state.__contains__)
     sinks = set()
     for node in graph.nodes:
@@ -368,7 +372,7 @@ def _train_state(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]],
             pins.full[index] = NO_PRODUCT
     pins.sinks = frozenset(sinks)
     if graph.differentiated:
-        needed = useful | set(products)
+        needed = useful | products
         pins.emits_full = frozenset(
             p for p in products if needed.isdisjoint(consumers[p])
         )

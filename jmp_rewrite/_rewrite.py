@@ -111,8 +111,9 @@ class _Emitter:
         """Emits the equations of one use of a jaxpr; returns its results."""
         body = _compat.open_jaxpr(instance.jaxpr)
         env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
+        outer = _compat.current_name_stack()
         for index, eqn in enumerate(body.eqns):
-            with _compat.reading_as(eqn):
+            with _compat.user_context(eqn, outer), eqn.ctx.manager:
                 outs = self._equation(instance, index, eqn, env)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [_cell(env, v) for v in body.outvars]

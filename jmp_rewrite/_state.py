@@ -163,7 +163,7 @@ def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set
     return reached
 
 
-def leads_to_product(products: Sequence[int], predecessors: Sequence[Sequence[int]],
+def leads_to_product(products: Iterable[int], predecessors: Sequence[Sequence[int]],
                      stops: Callable[[int], bool]) -> set[int]:
     """Returns the nodes that a matrix product depends on without a stop between."""
     reached: set[int] = set()
