@@ -17,6 +17,7 @@ from jax.extend import core as jex
 from jax.extend import linear_util as lu
 from jax.extend import source_info_util
 from jax.extend.core import primitives
+from jax.interpreters import ad, batching, mlir
 
 # JAX < 0.11 tells open from closed jaxprs; later versions have one class.
 CLOSED_IS_OPEN = jex.ClosedJaxpr is jex.Jaxpr
@@ -113,14 +114,34 @@ def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
     )
 
 
-def shield_product(x: Any) -> Any:
-    """Keeps XLA:CPU from folding a transpose into a bfloat16 product that emits float32.
+def _cpu_barrier_primitive() -> jex.Primitive:
+    """Makes the identity that is an optimization barrier where a CPU runs it."""
+    primitive = jex.Primitive("cpu_barrier")
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+    ad.deflinear2(primitive, lambda ct, _: [ct])
+    batching.defvectorized(primitive)
+    mlir.register_lowering(primitive, lambda ctx, x: [x])
+    barrier = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
+    mlir.register_lowering(primitive, barrier, platform="cpu")
+    return primitive
 
-    It has no kernel for what comes out ("Unsupported element type for DotThunk: BF16 x
-    BF16 = F32", JAX 0.10.2 to 0.12.0). Rounding to float32's own format changes nothing
-    and stands in the way; other backends fuse it away.
+
+_CPU_BARRIER = _cpu_barrier_primitive()
+
+
+def shielded_product(eqn: Any, operands: Sequence[Any],
+                     params: dict[str, Any]) -> list[Any]:
+    """Emits a bfloat16 product with a float32 result so that XLA:CPU can run it.
+
+    XLA:CPU folds transposes into products after it has chosen a kernel, and has none
+    for what comes out ("Unsupported element type for DotThunk::Execute: BF16 x BF16 =
+    F32", JAX 0.10.2 to 0.12.0). A barrier keeps the operands from it, on the CPU only;
+    rounding to float32's own format, which is no rounding, keeps the result.
     """
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+    operands = [_CPU_BARRIER.bind(x) for x in operands]
+    (out,) = bind(eqn, operands, params)
+    return [lax.reduce_precision(out, exponent_bits=8, mantissa_bits=23)]
 
 
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:

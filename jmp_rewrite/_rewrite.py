@@ -150,10 +150,10 @@ class _Emitter:
         values = self._half_operands(eqn, env, {})
         dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
         params = dict(eqn.params, preferred_element_type=dtype)
-        outs = _compat.bind(eqn, values, params)
-        if action & Action.EMITS_FULL and self.plan.half != np.float16:
-            outs = [_compat.shield_product(x) for x in outs]
-        return [Cell(x) for x in outs]
+        is_bfloat16 = self.plan.half != np.float16
+        if action & Action.EMITS_FULL and is_bfloat16 and len(values) == 2:
+            return [Cell(x) for x in _compat.shielded_product(eqn, values, params)]
+        return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
     def _wide(self, eqn: Any, action: Action, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""

@@ -422,6 +422,22 @@ def test_products_that_emit_float32_run_on_cpu():
     assert relative_error(result, f(x, g)) < 8 * EPS["mixed_bfloat16"]
 
 
+def test_vmapped_products_run_on_cpu():
+    """`weight @ x` under vmap puts a transpose into a product's operand."""
+    ws = [jnp.asarray(normal(*s, scale=0.1)) for s in ((48, 20), (48, 48), (10, 48))]
+
+    def net(ws, x):
+        for w in ws[:-1]:
+            x = jax.nn.relu(w @ x)
+        return ws[-1] @ x
+
+    def f(ws, x):
+        return jax.grad(lambda ws: jnp.mean(jax.vmap(net, (None, 0))(ws, x) ** 2))(ws)
+
+    result = jax.jit(mixed_precision(f, "mixed_bfloat16"))(ws, jnp.asarray(normal(32, 20)))
+    assert all(np.isfinite(g).all() for g in result)
+
+
 # 6. What the compute dtype cannot hold.
 
 
