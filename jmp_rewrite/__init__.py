@@ -15,5 +15,9 @@ from jmp_rewrite._policy import use_policy as use_policy
 from jmp_rewrite._rules import Category as Category
 from jmp_rewrite._rules import default_rules as default_rules
 from jmp_rewrite._scopes import full_precision as full_precision
+from jmp_rewrite._train import (
+    enable_mixed_precision_graph_rewrite as enable_mixed_precision_graph_rewrite,
+)
+from jmp_rewrite._train import make_train_step as make_train_step
 from jmp_rewrite._transform import mixed_precision as mixed_precision
 from jmp_rewrite._transform import mixed_precision_jaxpr as mixed_precision_jaxpr

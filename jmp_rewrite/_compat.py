@@ -130,8 +130,9 @@ def _cpu_barrier_primitive() -> jex.Primitive:
 _CPU_BARRIER = _cpu_barrier_primitive()
 
 
-def shielded_product(eqn: Any, operands: Sequence[Any],
-                     params: dict[str, Any]) -> list[Any]:
+def shielded_product(
+    eqn: Any, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
     """Emits a bfloat16 product with a float32 result so that XLA:CPU can run it.
 
     XLA:CPU folds transposes into products after it has chosen a kernel, and has none
@@ -195,6 +196,13 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, (bool, int, float, complex)):
         return False
     return isinstance(leaf, jax.Array) or bool(jex.valid_jaxtype(leaf))
+
+
+def is_being_differentiated(x: Any) -> bool:
+    """Tells a tracer of automatic differentiation, maybe inside one of `vmap`."""
+    while type(x).__name__ == "BatchTracer":
+        x = x.val
+    return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
 def is_reference(aval: Any) -> bool:

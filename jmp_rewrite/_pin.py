@@ -12,14 +12,16 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from jmp_rewrite import _rules, _state
-from jmp_rewrite._graph import Graph, Node
+from jmp_rewrite._graph import Graph, Node, Opaque
 from jmp_rewrite._place import BareGraph
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._rules import Category
@@ -48,6 +50,7 @@ class Pins:
       upstream: the deny node that endangers it; -1 if none.
       forced: nodes that a scope "half" covers.
       emits_full: products whose result no product needs in half: they emit float32.
+      whole_step: whether the program is a whole step, which nobody differentiates.
       out_of_range: nodes with a number that the compute dtype cannot hold.
       moved: nodes that only move arguments' values -> dimensions of the arguments.
       sinks: nodes without a float32 result that take the precision of what they read.
@@ -59,6 +62,7 @@ class Pins:
     upstream: list[int]
     forced: set[int]
     emits_full: frozenset[int] = frozenset()
+    whole_step: bool = False
     out_of_range: frozenset[int] = frozenset()
     moved: Mapping[int, int] = dataclasses.field(default_factory=dict)
     sinks: frozenset[int] = frozenset()
@@ -76,8 +80,12 @@ class Pins:
         return f"full: downstream of {danger.name} at {where}"
 
 
-def pin(graph: Graph, policy: Policy, overrides: Mapping[int, tuple[str, str]] = {},
-        ) -> Pins:
+def pin(
+    graph: Graph,
+    policy: Policy,
+    overrides: Mapping[int, tuple[str, str]] = MappingProxyType({}),
+    differentiated: bool = False,
+) -> Pins:
     """Pins the nodes of a graph.
 
     Args:
@@ -85,6 +93,7 @@ def pin(graph: Graph, policy: Policy, overrides: Mapping[int, tuple[str, str]] =
       policy: what the user asks for; its compute dtype is half.
       overrides: node -> (pattern, "float32" or "half") for what `scopes` found through
         the paths of parameters.
+      differentiated: whether the program is known to be differentiated from outside.
     """
     local = _Local(policy, overrides)
     size = len(graph.nodes)
@@ -95,6 +104,7 @@ def pin(graph: Graph, policy: Policy, overrides: Mapping[int, tuple[str, str]] =
         pins.full[node.index] = reason
     consumers = graph.consumers()
     predecessors = graph.predecessors()
+    pins.whole_step = not differentiated and _state.is_whole_step(graph)
     _products_of_nothing(graph, pins, consumers)
     _danger(graph, pins, consumers, local.out_of_range)
     _train_state(graph, pins, consumers, predecessors)
@@ -102,6 +112,28 @@ def pin(graph: Graph, policy: Policy, overrides: Mapping[int, tuple[str, str]] =
     pins.moved = _state.moved_arguments(graph, pins.categories, pins.out_of_range)
     pins.used_scopes = frozenset(local.used)
     return pins
+
+
+def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
+    """Returns what is not rewritten inside: kernels, callbacks, unknown primitives."""
+    unknown = [
+        Opaque(
+            node.eqn,
+            node.place,
+            "no rule for it, and it holds a program or a function",
+            source_info_util.summarize(node.eqn.source_info),
+        )
+        for node in graph.nodes
+        if pins.categories[node.index] is None
+        and not node.place.rewritten
+        and _holds_program(node.eqn)
+    ]
+    return [*graph.opaque, *unknown]
+
+
+def _holds_program(eqn: Any) -> bool:
+    held = any(True for _ in jex.jaxprs_in_params(eqn.params))
+    return held or any(callable(p) for p in eqn.params.values())
 
 
 def bare(graph: Graph, pins: Pins) -> BareGraph:
@@ -114,14 +146,12 @@ def bare(graph: Graph, pins: Pins) -> BareGraph:
     return BareGraph(categories, graph.predecessors(), graph.consumers(), carries)
 
 
-
-
-
 class _Local:
     """Judges one node by itself."""
 
-    def __init__(self, policy: Policy,
-                 overrides: Mapping[int, tuple[str, str]]) -> None:
+    def __init__(
+        self, policy: Policy, overrides: Mapping[int, tuple[str, str]]
+    ) -> None:
         self._table = policy.table()
         self._defaults = _rules.default_rules(policy.compute_dtype)
         self._rules = policy.rules
@@ -156,7 +186,8 @@ class _Local:
         if path not in self._by_path:
             found = [(p, kind) for p, regex, kind in self._scopes if regex.search(path)]
             full = [match for match in found if match[1] == "float32"]
-            self._by_path[path] = (full or found or [None])[0]
+            matches = [(p, kind) for p, kind in full or found]
+            self._by_path[path] = matches[0] if matches else None
         return self._by_path[path]
 
     def _category(self, node: Node) -> tuple[Category | None, bool]:
@@ -189,7 +220,7 @@ class _Local:
             return "full: it mixes float32 with another float dtype"
         return None
 
-    def _request(self, node: Node, category: Category) -> str | None:
+    def _request(self, node: Node, category: Category | None) -> str | None:
         if category is not ALLOW:
             return None
         if asked := _explicit_precision(node.eqn):
@@ -203,14 +234,20 @@ class _Local:
     def _range(self, node: Node) -> str | None:
         """Keeps an equation full whose numbers the compute dtype cannot hold."""
         numbers = list(node.literals.values())
-        numbers += [v.constant for v in node.inputs
-                    if v.constant is not None and v.constant.ndim]
+        numbers += [
+            v.constant
+            for v in node.inputs
+            if v.constant is not None and v.constant.ndim
+        ]
         fill = node.eqn.params.get("fill_value")
         if isinstance(fill, (int, float)):
             numbers.append(np.asarray(fill))
         for number in numbers:
-            lost = (unrepresentable(number, self._dtype) if number.ndim
-                    else _unrepresentable(float(number), self._dtype))
+            lost = (
+                unrepresentable(number, self._dtype)
+                if number.ndim
+                else _unrepresentable(float(number), self._dtype)
+            )
             if lost is not None:
                 self.out_of_range.add(node.index)
                 return f"full: {lost:.6g} does not fit into {self._dtype.name}"
@@ -297,8 +334,9 @@ _SPECIAL = {
 }
 
 
-def _products_of_nothing(graph: Graph, pins: Pins,
-                         consumers: Sequence[Sequence[int]]) -> None:
+def _products_of_nothing(
+    graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]]
+) -> None:
     """Pins products that feed a sine or cosine: a phase is off by radians in half."""
     predecessors = graph.predecessors()
     phases = [n.index for n in graph.nodes if n.name in ("sin", "cos")]
@@ -329,8 +367,9 @@ def _casts_up(graph: Graph, pins: Pins) -> None:
                 pins.full[node.index] = "full: an operand was cast to float32"
 
 
-def _danger(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]],
-            out_of_range: set[int]) -> None:
+def _danger(
+    graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]], out_of_range: set[int]
+) -> None:
     """What lies downstream of a deny node is full, up to the next allow node.
 
     So is what follows from a number that half cannot hold: it is still in there.
@@ -351,15 +390,21 @@ def _danger(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]],
                     pins.upstream[reader] = origin[node]
 
 
-def _train_state(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]],
-                 predecessors: Sequence[Sequence[int]]) -> None:
+def _train_state(
+    graph: Graph,
+    pins: Pins,
+    consumers: Sequence[Sequence[int]],
+    predecessors: Sequence[Sequence[int]],
+) -> None:
     """Pins train state, and what no product depends on but through it."""
     state = _state.train_state(graph, pins.categories, consumers)
-    for node in state:
-        if pins.full[node] is None or node in pins.forced:
-            pins.full[node] = STATE
-    products = {n for n, c in enumerate(pins.categories)
-                if c is ALLOW and pins.full[n] is None}
+    for index in state:
+        if pins.full[index] is None or index in pins.forced:
+            pins.full[index] = STATE
+    _full_carries(graph, pins)
+    products = {
+        n for n, c in enumerate(pins.categories) if c is ALLOW and pins.full[n] is None
+    }
     useful = _state.leads_to_product(products, predecessors, state.__contains__)
     sinks = set()
     for node in graph.nodes:
@@ -371,8 +416,25 @@ def _train_state(graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]],
         elif index not in useful:
             pins.full[index] = NO_PRODUCT
     pins.sinks = frozenset(sinks)
-    if graph.differentiated:
+    if pins.whole_step:
         needed = useful | products
         pins.emits_full = frozenset(
             p for p in products if needed.isdisjoint(consumers[p])
         )
+
+
+def _full_carries(graph: Graph, pins: Pins) -> None:
+    """Pins the carries that an iteration computes in float32.
+
+    Rounding what it hands on would add an error in every iteration; the copy that a
+    product reads is rounded anyway.
+    """
+    carries = [pair for loop in graph.loops for pair in loop.carries]
+    changed = True
+    while changed:
+        changed = False
+        for received, handed_on in carries:
+            origin = _state.origin(graph, handed_on)
+            if pins.full[received] is None and pins.full[origin] is not None:
+                pins.full[received] = pins.full[handed_on] = STATE
+                changed = True

@@ -107,9 +107,13 @@ def _agree(carries: Sequence[tuple[int, int]], half: set[int]) -> None:
             half.discard(handed_on)
 
 
-def _flood(roots: Iterable[int], edges: Sequence[Iterable[int]] | _Both,
-           enters: Callable[[int], bool], seen: Iterable[int]) -> set[int]:
-    """Returns the nodes that are reached from `roots` through nodes that are entered."""
+def _flood(
+    roots: Iterable[int],
+    edges: Sequence[Iterable[int]] | _Both,
+    enters: Callable[[int], bool],
+    seen: Iterable[int],
+) -> set[int]:
+    """Returns the nodes that are reached from `roots` through what is entered."""
     reached: set[int] = set()
     seen = set(seen)
     stack = list(roots)
@@ -122,9 +126,14 @@ def _flood(roots: Iterable[int], edges: Sequence[Iterable[int]] | _Both,
     return reached
 
 
-def settle(graph: BareGraph, half: Sequence[bool], emits_full: Container[int],
-           reads_full: Container[int], returned: Container[int],
-           sinks: Container[int]) -> list[bool]:
+def settle(
+    graph: BareGraph,
+    half: Sequence[bool],
+    emits_full: Container[int],
+    reads_full: Container[int],
+    returned: Container[int],
+    sinks: Container[int],
+) -> list[bool]:
     """Takes back what the placement made half without use.
 
     TensorFlow paints what follows a matrix product up to the next dangerous node, and
@@ -148,29 +157,30 @@ def settle(graph: BareGraph, half: Sequence[bool], emits_full: Container[int],
       The settled labels.
     """
     settling = _Settling(graph, list(half), emits_full, reads_full, returned, sinks)
-    work = list(range(len(half)))
-    while work:
-        node = work.pop()
-        if settling.labels[node] and not settling.keeps(node):
-            settling.labels[node] = False
-            work.extend(graph.predecessors[node])
-            work.extend(graph.successors[node])
-            work.extend(settling.pairs.get(node, ()))
+    while settling.sweep():
+        pass
     return settling.labels
 
 
 class _Settling:
     """The labels while they are being settled."""
 
-    def __init__(self, graph: BareGraph, labels: list[bool], emits_full: Container[int],
-                 reads_full: Container[int], returned: Container[int],
-                 sinks: Container[int]) -> None:
+    def __init__(
+        self,
+        graph: BareGraph,
+        labels: list[bool],
+        emits_full: Container[int],
+        reads_full: Container[int],
+        returned: Container[int],
+        sinks: Container[int],
+    ) -> None:
         self.graph = graph
         self.labels = labels
         self.emits_full = emits_full
         self.reads_full = reads_full
         self.returned = returned
         self.sinks = sinks
+        self.born: set[int] = set()
         self.received = dict(graph.carries)
         self.pairs: dict[int, tuple[int, ...]] = {}
         for handed_on, received in graph.carries:
@@ -178,15 +188,45 @@ class _Settling:
             self.pairs[received] = (handed_on, *around)
             self.pairs[handed_on] = (received, *around)
 
+    def sweep(self) -> bool:
+        """Takes back what can be told from what is born half now."""
+        self.born = self._born_half()
+        work = list(range(len(self.labels)))
+        changed = False
+        while work:
+            node = work.pop()
+            if self.labels[node] and not self.keeps(node):
+                self.labels[node] = False
+                changed = True
+                work.extend(self.graph.predecessors[node])
+                work.extend(self.graph.successors[node])
+                work.extend(self.pairs.get(node, ()))
+        return changed
+
+    def _born_half(self) -> set[int]:
+        """Returns what is half because of a product, not for the sake of a reader."""
+        roots = {
+            n
+            for n, c in enumerate(self.graph.categories)
+            if c is Category.ALLOW and self.labels[n] and n not in self.emits_full
+        }
+        labels = self.labels
+        return roots | _flood(
+            roots,
+            self.graph.successors,
+            lambda n: labels[n] and n not in self.emits_full,
+            roots,
+        )
+
     def keeps(self, node: int) -> bool:
         """Tells whether a half node is half to some use."""
         if self.graph.categories[node] is Category.ALLOW:
             return True
         if node in self.received:
             return self.labels[self.received[node]]
+        sources = self._sources(node)
         if node in self.sinks:
-            sources = list(self._sources(node))
-            return bool(sources) and all(map(self._is_half, sources))
+            return bool(sources) and all(n in self.born for n in sources)
         readers = self.graph.successors[node]
         reads = [
             self.labels[n] and n not in self.reads_full and n not in self.sinks
@@ -194,17 +234,16 @@ class _Settling:
         ]
         if not any(reads):
             return False
-        if any(map(self._is_half, self._sources(node))):
+        if any(n in self.born for n in sources):
             return True
         return node not in self.returned and all(reads)
 
-    def _sources(self, node: int) -> Iterable[int]:
-        """Yields what a node reads; a carry reads what an iteration computed."""
+    def _sources(self, node: int) -> list[int]:
+        """Returns what a node reads; a carry reads what an iteration computed."""
+        sources: list[int] = []
         for source in self.graph.predecessors[node]:
             if source in self.received:
-                yield from self.graph.predecessors[source]
+                sources.extend(self.graph.predecessors[source])
             else:
-                yield source
-
-    def _is_half(self, node: int) -> bool:
-        return self.labels[node] and node not in self.emits_full
+                sources.append(source)
+        return sources

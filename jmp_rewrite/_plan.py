@@ -14,6 +14,7 @@ from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._pin import Pins, bare
 from jmp_rewrite._place import BareGraph, settle
 from jmp_rewrite._rules import Category
+from jmp_rewrite._scopes import Place
 
 
 class Action(enum.IntFlag):
@@ -50,8 +51,8 @@ class Plan:
       pins: what numerics said.
       half: the compute dtype.
       actions: of each node.
-      shared: whether a value is cast once for all its readers. True for a program that
-        holds its own backward pass; before differentiation each reader casts for
+      shared: whether a value is cast once for all its readers. True for a whole step,
+        which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
     """
@@ -61,7 +62,7 @@ class Plan:
     half: np.dtype
     actions: list[Action]
     shared: bool
-    nested: Callable[[Any], Plan]
+    nested: Callable[[Any, Place], Plan]
 
     @property
     def rewrites(self) -> bool:
@@ -69,9 +70,13 @@ class Plan:
         return any(a & Action.HALF for a in self.actions)
 
 
-def make_plan(graph: Graph, pins: Pins, half: np.dtype,
-              placement: Callable[[BareGraph], list[bool]],
-              nested: Callable[[Any], Plan]) -> Plan:
+def make_plan(
+    graph: Graph,
+    pins: Pins,
+    half: np.dtype,
+    placement: Callable[[BareGraph], list[bool]],
+    nested: Callable[[Any, Place], Plan],
+) -> Plan:
     """Places what the pins leave free and says what to do with each node."""
     graph_seen = bare(graph, pins)
     labels = placement(graph_seen)
@@ -94,7 +99,7 @@ def make_plan(graph: Graph, pins: Pins, half: np.dtype,
             emits = node in pins.emits_full
             action |= Action.HALF | (Action.EMITS_FULL if emits else wide[node])
         actions.append(action)
-    return Plan(graph, pins, half, actions, graph.differentiated, nested)
+    return Plan(graph, pins, half, actions, pins.whole_step, nested)
 
 
 def _width(node: Node, graph: Graph, pins: Pins) -> Action:
@@ -106,7 +111,7 @@ def _width(node: Node, graph: Graph, pins: Pins) -> Action:
             return Action.WIDE | Action.SATURATES
     if node.name in _rules.ACCUMULATES:
         return Action.WIDE
-    if node.name in _SPREADS and not graph.differentiated:
+    if node.name in _SPREADS and not pins.whole_step:
         return Action.WIDE
     if node.name not in ("carry_in", "carry_out", "join") and any(
         not v.aval.shape and v.constant is None for v in node.inputs

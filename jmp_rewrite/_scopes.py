@@ -8,12 +8,18 @@ name scope while a program is traced is still there in its backward pass.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import pathlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 
 from jmp_rewrite import _compat
+from jmp_rewrite._policy import Policy
 
 REWRITTEN = "mixed_precision"
 FULL_PRECISION = "full_precision"
@@ -37,12 +43,17 @@ class Place(NamedTuple):
     full: bool = False
 
 
+TOP = Place()  # of a whole program
+
+
 @functools.lru_cache(maxsize=8192)
 def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
     """Returns the place of an equation with these name-stack elements in `outer`."""
     if not elements:
         return outer
-    names = [part for e in elements if _compat.is_scope(e) for part in e.name.split("/")]
+    names = [
+        part for e in elements if _compat.is_scope(e) for part in e.name.split("/")
+    ]
     transforms = [e.name for e in elements if not _compat.is_scope(e)]
     own = [n for n in names if n not in _RECOMPUTED and not _is_mark(n)]
     return Place(
@@ -58,7 +69,10 @@ def _is_mark(name: str) -> bool:
 
 
 class _FullPrecision:
-    """The context manager and decorator that `full_precision` returns."""
+    """The context manager and decorator that `full_precision` returns.
+
+    It may be entered several times, inside itself as well.
+    """
 
     def __init__(self) -> None:
         self._entered: list[Any] = []
@@ -82,7 +96,8 @@ def _in_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
             f"{fun!r}. Use `with full_precision():` around code that is traced."
         )
 
-    @functools.wraps(fun)
+    # What a function carries is copied; the fields of a module are no business here.
+    @functools.wraps(fun, updated=("__dict__",) if inspect.isfunction(fun) else ())
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with jax.named_scope(FULL_PRECISION):
             return fun(*args, **kwargs)
@@ -124,3 +139,71 @@ def full_precision(fun: Callable[..., Any] | None = None) -> Any:
       ['float32', 'bfloat16']
     """
     return _FullPrecision() if fun is None else _in_full_precision(fun)
+
+
+def matched(policy: Policy, paths: Iterable[str]) -> frozenset[str]:
+    """Returns the patterns of a policy that are found in one of these scope paths."""
+    if not policy.scopes:
+        return frozenset()
+    distinct = set(paths)
+    return frozenset(
+        pattern
+        for pattern in policy.scopes
+        if any(map(re.compile(pattern).search, distinct))
+    )
+
+
+class _Same:
+    """A policy as a key of a cache, equal to itself alone."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __hash__(self) -> int:
+        return id(self.policy)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.policy is other.policy
+
+
+@functools.lru_cache(maxsize=64)
+def _settled(policy: _Same) -> set[str]:
+    """Returns the patterns that matched something, or that were reported, until now."""
+    return set()
+
+
+def report_unused(policy: Policy, used: frozenset[str]) -> None:
+    """Warns once of each pattern of a policy object's `scopes` that matched nothing.
+
+    Args:
+      policy: the policy. What matched in one program is not missed in the next, as a
+        train step and an evaluation share a policy.
+      used: the patterns that matched something in this program.
+    """
+    if not policy.scopes:
+        return
+    settled = _settled(_Same(policy))
+    unused = [p for p in policy.scopes if p not in used and p not in settled]
+    settled.update(policy.scopes)
+    for pattern in unused:
+        warnings.warn(
+            f"expected the pattern {pattern!r} of scopes to be in a name scope or "
+            "in a parameter's path, but it matched nothing: look at the names that "
+            "jax.make_jaxpr(...).pretty_print(name_stack=True) shows, or set one with "
+            "jax.named_scope",
+            stacklevel=_user_level(),
+        )
+
+
+_NOT_USER = tuple(str(pathlib.Path(f).parent) for f in (__file__, jax.__file__))
+
+
+def _user_level() -> int:
+    """Returns the `stacklevel` of the innermost frame of neither this library nor JAX.
+
+    `warnings.warn(skip_file_prefixes=...)` does it from Python 3.12 on.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_USER):
+        level, frame = level + 1, frame.f_back
+    return level

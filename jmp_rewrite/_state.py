@@ -15,23 +15,53 @@ from jmp_rewrite._rules import Category
 
 # State stays state through these, but they do no arithmetic: they may be half (a
 # weight is cast before it is transposed or gathered from other devices).
-_MOVES = frozenset({
-    "carry_in", "carry_out", "concatenate", "convert_element_type", "copy", "copy_p",
-    "device_put", "expand_dims", "join", "name", "optimization_barrier", "pvary",
-    "reduce_precision", "reshape", "reshard", "sharding_constraint", "split", "squeeze",
-    "stop_gradient", "transpose",
-})
+_MOVES = frozenset(
+    {
+        "carry_in",
+        "carry_out",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "device_put",
+        "expand_dims",
+        "join",
+        "name",
+        "optimization_barrier",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "reshard",
+        "sharding_constraint",
+        "split",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
 # Clear primitives that make a new value of what they read, in its shape.
-_UPDATES = frozenset({
-    "abs", "clamp", "dynamic_update_slice", "max", "min", "neg", "scatter", "select_n",
-})
+_UPDATES = frozenset(
+    {
+        "abs",
+        "clamp",
+        "dynamic_update_slice",
+        "max",
+        "min",
+        "neg",
+        "scatter",
+        "select_n",
+    }
+)
 # Of these the first operand alone is what is updated.
 _UPDATES_FIRST = frozenset({"dynamic_update_slice", "scatter"})
 
 
-def train_state(graph: Graph, categories: Sequence[Category | None],
-                consumers: Sequence[Sequence[int]]) -> set[int]:
-    """Returns the nodes whose arithmetic updates train state.
+def train_state(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    consumers: Sequence[Sequence[int]],
+) -> set[int]:
+    """Returns the nodes that update train state, or lie on its way.
 
     Args:
       graph: the program.
@@ -42,6 +72,108 @@ def train_state(graph: Graph, categories: Sequence[Category | None],
       Indices of nodes that stay float32.
     """
     exempt = _residual_streams(graph, categories, consumers)
+    updates = _updates(graph, categories, consumers, exempt)
+    return updates | _paths(graph, categories, consumers, exempt)
+
+
+def _paths(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    consumers: Sequence[Sequence[int]],
+    exempt: set[int],
+) -> set[int]:
+    """Returns what lies between a state's old and its new value.
+
+    That is every path without a product from an argument to a result of the same shape,
+    or from a loop's carry to what an iteration hands on. Paths through the backward
+    pass are left out: what they carry are gradients, and the residual stream of a model
+    reaches the new embedding that way. What a deny node makes is float32 anyway.
+    """
+    returned = {v.aval.shape for v in graph.results if v.node >= 0}
+    shapes = {v.aval.shape for v in graph.arguments if v.aval.shape} & returned
+    bits = {shape: 1 << k for k, shape in enumerate(shapes)}
+    begins, ends = [0] * len(graph.nodes), [0] * len(graph.nodes)
+    for value in graph.results:
+        if value.node >= 0:
+            ends[value.node] |= bits.get(value.aval.shape, 0)
+    for k, loop in enumerate(graph.loops, len(bits)):
+        for received, handed_on in loop.carries:
+            if received not in exempt:
+                begins[received] |= 1 << k
+                ends[handed_on] |= 1 << k
+    follows = [
+        categories[n.index] in (Category.INFER, Category.CLEAR)
+        and not n.place.backward
+        and bool(n.avals)
+        for n in graph.nodes
+    ]
+    ahead = _spread_forward(graph, begins, bits, follows)
+    behind = _spread_backward(ends, consumers, follows)
+    return {n for n, on in enumerate(follows) if on and ahead[n] & behind[n]}
+
+
+def _spread_forward(
+    graph: Graph,
+    begins: Sequence[int],
+    bits: Mapping[tuple[int, ...], int],
+    follows: Sequence[bool],
+) -> list[int]:
+    """Returns for each node the states (a bit each) that lead to it."""
+    arguments = {v.argument: bits.get(v.aval.shape, 0) for v in graph.arguments}
+    ahead = [0] * len(begins)
+    changed = True
+    while changed:
+        changed = False
+        for node in graph.nodes:
+            if not follows[node.index]:
+                continue
+            mask = begins[node.index]
+            for value in node.inputs:
+                if value.node >= 0:
+                    mask |= ahead[value.node]
+                elif value.argument >= 0:
+                    mask |= arguments.get(value.argument, 0)
+                elif value.constant is None:
+                    mask |= bits.get(value.aval.shape, 0)
+            if mask & ~ahead[node.index]:
+                ahead[node.index] |= mask
+                changed |= node.name == "carry_out"
+    return ahead
+
+
+def _spread_backward(
+    ends: Sequence[int],
+    consumers: Sequence[Sequence[int]],
+    follows: Sequence[bool],
+) -> list[int]:
+    """Returns for each node the states (a bit each) that it leads to."""
+    behind = [0] * len(ends)
+    changed = True
+    while changed:
+        changed = False
+        for node in range(len(ends) - 1, -1, -1):
+            if not follows[node]:
+                continue
+            mask = ends[node]
+            for reader in consumers[node]:
+                mask |= behind[reader]
+            if mask & ~behind[node]:
+                behind[node] |= mask
+                changed |= any(reader <= node for reader in consumers[node])
+    return behind
+
+
+def _updates(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    consumers: Sequence[Sequence[int]],
+    exempt: set[int],
+) -> set[int]:
+    """Returns the arithmetic that makes a new value of a state, in its shape.
+
+    It may lead to a product only, and to no result: the perturbed weights of SAM, the
+    fast weights of MAML.
+    """
     state: set[int] = set()
     pinned: set[int] = set()
     work = list(range(len(graph.nodes) - 1, -1, -1))
@@ -58,30 +190,40 @@ def train_state(graph: Graph, categories: Sequence[Category | None],
     return pinned
 
 
-def _follows(node: Node, category: Category | None, state: set[int],
-             exempt: set[int]) -> str:
+def _follows(
+    node: Node, category: Category | None, state: set[int], exempt: set[int]
+) -> str:
     """Tells whether a node moves or updates state, or neither ("")."""
     if category is Category.ALLOW or not node.avals:
         return ""
     if node.name == "carry_in" and node.index not in exempt:
         return "move"
     if not node.inputs:
-        return "move" if _is_random(node) else ""
+        return "move" if _is_random(node) or _is_filled(node) else ""
 
     def is_state(value: Value) -> bool:
         return value.node in state or _is_source(value)
 
+    if node.name in ("carry_in", "join"):
+        return "move" if any(map(is_state, node.inputs)) else ""
     if node.name in _MOVES:
         kept = node.inputs if node.name == "concatenate" else node.inputs[:1]
-        if node.name in ("carry_in", "join"):
-            return "move" if any(map(is_state, node.inputs)) else ""
         return "move" if all(map(is_state, kept)) else ""
-    if category is Category.INFER or node.name in _UPDATES:
-        read = node.inputs[:1] if node.name in _UPDATES_FIRST else node.inputs
-        shape = node.avals[0].shape
-        if any(is_state(v) and v.aval.shape == shape for v in read) and shape:
-            return "update"
+    shape = node.avals[0].shape
+    if not shape or not (category is Category.INFER or node.name in _UPDATES):
+        return ""
+    read = node.inputs[:1] if node.name in _UPDATES_FIRST else node.inputs
+    if node.name not in ("add", "sub"):
+        # Numbers that fill an array are where a sum starts, and nothing else.
+        read = [v for v in read if v.constant is None]
+    if any(is_state(v) and v.aval.shape == shape for v in read):
+        return "update"
     return ""
+
+
+def _is_filled(node: Node) -> bool:
+    """Parameters and sums that a program starts itself are zeros at first."""
+    return node.name == "broadcast_in_dim" and bool(node.avals[0].shape)
 
 
 def _is_source(value: Value) -> bool:
@@ -96,8 +238,11 @@ def _is_random(node: Node) -> bool:
     return node.name == "bitcast_convert_type" and bool(node.avals[0].shape)
 
 
-def _residual_streams(graph: Graph, categories: Sequence[Category | None],
-                      consumers: Sequence[Sequence[int]]) -> set[int]:
+def _residual_streams(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    consumers: Sequence[Sequence[int]],
+) -> set[int]:
     """Returns the carries that are the residual stream of a scan over layers.
 
     There each iteration multiplies the carry by its own weights, slices of `xs`, and
@@ -106,14 +251,16 @@ def _residual_streams(graph: Graph, categories: Sequence[Category | None],
     it is told apart because its body holds a backward pass of its own.
     """
     streams: set[int] = set()
+    made = _made_by_products(categories, consumers) if graph.loops else set()
     for loop in graph.loops:
         if loop.eqn.primitive.name != "scan" or _trains(graph, loop):
             continue
-        products = _layer_products(graph, loop, categories, consumers)
+        products = _layer_products(graph, loop, categories, made)
         for received, handed_on in loop.carries:
             ahead = _reach(received, consumers, loop.nodes)
             if any(
-                product in ahead and handed_on in _reach(product, consumers, loop.nodes)
+                product in ahead
+                and handed_on in _reach(product, consumers, loop.nodes)
                 and _multiplies(graph.nodes[product], ahead | {received})
                 for product in products
             ):
@@ -127,13 +274,33 @@ def _trains(graph: Graph, loop: Loop) -> bool:
     )
 
 
-def _layer_products(graph: Graph, loop: Loop, categories: Sequence[Category | None],
-                    consumers: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the products of a loop with an operand that is a moved slice of `xs`."""
+def _made_by_products(
+    categories: Sequence[Category | None], consumers: Sequence[Sequence[int]]
+) -> set[int]:
+    """Returns the nodes that have a product upstream: activations, and no weights."""
+    made = {n for n, c in enumerate(categories) if c is Category.ALLOW}
+    stack = list(made)
+    while stack:
+        for reader in consumers[stack.pop()]:
+            if reader not in made:
+                made.add(reader)
+                stack.append(reader)
+    return made
+
+
+def _layer_products(
+    graph: Graph,
+    loop: Loop,
+    categories: Sequence[Category | None],
+    made: set[int],
+) -> list[int]:
+    """Returns the products of a loop with an operand that is a slice of weights."""
     moved: set[int] = set()
 
     def is_slice(value: Value) -> bool:
-        return value.slice_of == loop.token or value.node in moved
+        if value.slice_of == loop.token:
+            return value.node not in made
+        return value.node in moved
 
     products = []
     for index in loop.nodes:
@@ -163,8 +330,11 @@ def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set
     return reached
 
 
-def leads_to_product(products: Iterable[int], predecessors: Sequence[Sequence[int]],
-                     stops: Callable[[int], bool]) -> set[int]:
+def leads_to_product(
+    products: Iterable[int],
+    predecessors: Sequence[Sequence[int]],
+    stops: Callable[[int], bool],
+) -> set[int]:
     """Returns the nodes that a matrix product depends on without a stop between."""
     reached: set[int] = set()
     stack = list(products)
@@ -176,8 +346,11 @@ def leads_to_product(products: Iterable[int], predecessors: Sequence[Sequence[in
     return reached
 
 
-def moved_arguments(graph: Graph, categories: Sequence[Category | None],
-                    like_arguments: Iterable[int] = ()) -> dict[int, int]:
+def moved_arguments(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    like_arguments: Iterable[int] = (),
+) -> dict[int, int]:
     """Returns the clear nodes whose result holds nothing but arguments' values.
 
     With each comes the number of dimensions that those arguments have.
@@ -187,8 +360,11 @@ def moved_arguments(graph: Graph, categories: Sequence[Category | None],
       categories: of each node.
       like_arguments: nodes that hold numbers as large as an argument may hold.
     """
-    moved = {n: len(graph.nodes[n].avals[0].shape) for n in like_arguments
-             if graph.nodes[n].avals}
+    moved = {
+        n: len(graph.nodes[n].avals[0].shape)
+        for n in like_arguments
+        if graph.nodes[n].avals
+    }
     for node in graph.nodes:
         if categories[node.index] is Category.CLEAR and node.avals and node.inputs:
             ranks = [argument_rank(v, moved) for v in node.inputs]
@@ -206,3 +382,35 @@ def argument_rank(value: Value, moved: Mapping[int, int]) -> int:
         return moved.get(value.node, -1)
     known = value.constant is not None or not value.made_of_data
     return -1 if known else len(value.aval.shape)
+
+
+def is_whole_step(graph: Graph) -> bool:
+    """Tells a program that nobody differentiates: a whole step, or a gradient.
+
+    It holds a backward pass, and returns something that this has made in the shape of
+    an argument: gradients, or new parameters. A loss with a gradient inside (a penalty,
+    a physics-informed one) returns a number, and is differentiated once more.
+    """
+    consumers = graph.consumers()
+    made = {n.index for n in graph.nodes if n.place.backward}
+    stack = list(made)
+    while stack:
+        for reader in consumers[stack.pop()]:
+            if reader not in made:
+                made.add(reader)
+                stack.append(reader)
+    shapes = {v.aval.shape for v in graph.arguments} - {()}
+    return any(v.node in made and v.aval.shape in shapes for v in graph.results)
+
+
+def origin(graph: Graph, node: int) -> int:
+    """Returns the node that computes what a node only moves."""
+    seen: set[int] = set()
+    while node not in seen:
+        seen.add(node)
+        moves = graph.nodes[node].name in _MOVES - {"carry_in", "join"}
+        sources = [v.node for v in graph.nodes[node].inputs if v.node >= 0]
+        if not moves or len(sources) != 1:
+            break
+        (node,) = sources
+    return node

@@ -5,49 +5,35 @@ Trace, decide, emit. This is the only place that knows of pytrees.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
-from jax.extend import source_info_util
 
-from jmp_rewrite import _compat, _graph, _parameters, _pin, _place, _plan, _rewrite
+from jmp_rewrite import (
+    _build,
+    _compat,
+    _graph,
+    _parameters,
+    _pin,
+    _place,
+    _plan,
+    _rewrite,
+)
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._rules import Category
-from jmp_rewrite._scopes import REWRITTEN
+from jmp_rewrite._scopes import REWRITTEN, Place, matched, report_unused
 
 _LOGGER = logging.getLogger("jmp_rewrite")
-
-
-class Arguments(NamedTuple):
-    """The arguments of one call, arrays apart from what is passed as it is.
-
-    Attributes:
-      leaves: all leaves of `(args, kwargs)`.
-      tree: their tree structure.
-      arrays: indices of the leaves that are traced.
-    """
-
-    leaves: list[Any]
-    tree: Any
-    arrays: list[int]
-
-    @property
-    def traced(self) -> list[Any]:
-        """The arrays."""
-        return [self.leaves[i] for i in self.arrays]
-
-    def merge(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns `(args, kwargs)` with other arrays in their places."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.arrays, arrays, strict=True):
-            leaves[i] = x
-        return tree_util.tree_unflatten(self.tree, leaves)
 
 
 class Traced(NamedTuple):
@@ -55,21 +41,48 @@ class Traced(NamedTuple):
 
     Attributes:
       closed: its closed jaxpr.
-      paths: for each of its parameters the path in its argument, keys joined by "/";
-        None for optimizer state.
-      rebuild: makes the function's result from the jaxpr's results.
+      arrays: the call's arrays, for the jaxpr's parameters.
+      arguments: the call's `(args, kwargs)`, what is no array hidden.
+      results: the function's result, with types in place of arrays, the rest hidden.
     """
 
     closed: Any
-    paths: list[str | None]
-    rebuild: Callable[[Sequence[Any]], Any]
+    arrays: list[Any]
+    arguments: Any
+    results: Any
+
+    def rebuild(self, arrays: Sequence[Any]) -> Any:
+        """Makes the function's result from the jaxpr's results."""
+        return _show(
+            tree_util.tree_unflatten(tree_util.tree_structure(self.results), arrays)
+        )
 
 
-class _Static:
-    """A leaf that hides what `static_argnums` and `static_argnames` name."""
+class _Hidden:
+    """A tree node without leaves, for what is passed on as it is."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+tree_util.register_pytree_node(_Hidden, lambda x: ((), x), lambda x, _: x)
+
+
+def _hide(tree: Any) -> Any:
+    """Hides the leaves of a tree that are no arrays."""
+    return tree_util.tree_map(lambda x: x if _is_traced(x) else _Hidden(x), tree)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return _compat.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _show(tree: Any) -> Any:
+    return tree_util.tree_map(
+        lambda x: x.value if isinstance(x, _Hidden) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, _Hidden),
+    )
 
 
 def mixed_precision(
@@ -101,7 +114,8 @@ def mixed_precision(
         the decorator `@mixed_precision("mixed_float16")`.
       static_argnums: positions of arguments that are passed on as they are, even if
         they are arrays.
-      static_argnames: names of such keyword arguments.
+      static_argnames: names of such arguments. As in `jax.jit`, a position and its
+        name mean the same argument, however the call passes it.
 
     Returns:
       A function of the same signature, whose result has the same tree structure,
@@ -110,7 +124,8 @@ def mixed_precision(
     Raises:
       TypeError: if `fun` is neither callable nor a policy, or a static argument is
         named by something else than an integer or a string.
-      ValueError: for an unknown policy, or a static argument that the call lacks.
+      ValueError: for an unknown policy, or a static argument that `fun` or the call
+        has not got.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -126,37 +141,46 @@ def mixed_precision(
       Micikevicius et al., `Mixed Precision Training
       <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
-    if fun is None or (not callable(fun) or isinstance(fun, type(np.float32))):
-        given = policy if fun is None else _only_policy(fun, policy)
+    if fun is None or _is_policy(fun) or not callable(fun):
         return functools.partial(
-            mixed_precision, policy=given, static_argnums=static_argnums,
+            mixed_precision,
+            policy=policy if fun is None else _only_policy(fun, policy),
+            static_argnums=static_argnums,
             static_argnames=static_argnames,
         )
     fixed = None if policy is None else as_policy(policy)
-    numbers = _as_tuple(static_argnums, int, "static_argnums")
-    names = _as_tuple(static_argnames, str, "static_argnames")
+    static = _Static.of(fun, static_argnums, static_argnames)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = as_policy(fixed)
+        arguments = static.hide(args, kwargs)
         if chosen.compute_dtype == np.float32:
             with jax.named_scope(REWRITTEN):
                 return fun(*args, **kwargs)
-        arguments = _arguments(args, kwargs, numbers, names)
-        traced = _trace(fun, arguments)
-        plan = decide(traced.closed, chosen, traced.paths)
+        traced = _trace(fun, *arguments)
+        plan = decide_traced(traced, chosen)
         with jax.named_scope(REWRITTEN):
             consts = _compat.constants(traced.closed)
-            results = _rewrite.run(plan, consts, arguments.traced)
+            results = _rewrite.run(plan, consts, traced.arrays)
         return traced.rebuild(results)
 
     return _wraps(fun, wrapped)
+
+
+def _is_policy(given: Any) -> bool:
+    """Tells a policy from a function; dtypes may be classes, and those are callable."""
+    if isinstance(given, type):
+        is_numpy = issubclass(given, (np.generic, bool, int, float, complex))
+        return is_numpy or type(given) is type(jnp.float32)
+    return isinstance(given, (Policy, str, np.dtype))
 
 
 def _only_policy(fun: Any, policy: PolicyLike) -> Policy:
     """Reads the policy of `@mixed_precision("...")`."""
     if policy is not None:
         raise TypeError(
-            f"mixed_precision expected a function as its first argument, got {fun!r}."
+            "mixed_precision expected a function as its first argument beside the "
+            f"policy {policy!r}, got {fun!r}."
         )
     try:
         return as_policy(fun)
@@ -167,121 +191,231 @@ def _only_policy(fun: Any, policy: PolicyLike) -> Policy:
         ) from None
 
 
+class _Static(NamedTuple):
+    """Which arguments of a function are passed on as they are.
+
+    Attributes:
+      numbers: positions; one may lie beyond those of the signature only where the
+        function takes any number of arguments.
+      names: names.
+      declared: how many positional arguments the signature names.
+    """
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    declared: int
+
+    @classmethod
+    def of(cls, fun: Any, static_argnums: Any, static_argnames: Any) -> _Static:
+        """Reads `static_argnums` and `static_argnames` of a function."""
+        numbers = _as_tuple(static_argnums, int, "static_argnums")
+        names = _as_tuple(static_argnames, str, "static_argnames")
+        if not numbers and not names:
+            return cls((), (), 0)
+        parameters = _parameters_of(fun)
+        kinds = [p.kind for p in parameters]
+        positional = [p for p in parameters if p.kind in _POSITIONAL]
+        if _VAR_POSITIONAL not in kinds:
+            numbers = tuple(_position(fun, n, positional) for n in numbers)
+        if _VAR_KEYWORD not in kinds:
+            for name in names:
+                _check_name(fun, name, parameters)
+        numbers += tuple(i for i, p in enumerate(positional) if p.name in names)
+        names += tuple(
+            p.name
+            for i, p in enumerate(positional)
+            if i in numbers and p.kind is not _POSITIONAL_ONLY
+        )
+        return cls(numbers, names, len(positional))
+
+    def hide(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call's arguments with what is static, or no array, hidden."""
+        hidden = list(args)
+        for number in self.numbers:
+            position = number + len(args) if number < 0 else number
+            if 0 <= position < len(args):
+                hidden[position] = _Hidden(args[position])
+            elif not 0 <= number < self.declared:
+                raise ValueError(
+                    f"static_argnums expected positions of arguments of the call, "
+                    f"which has {len(args)}, got {number}."
+                )
+        named = {k: _Hidden(v) if k in self.names else v for k, v in kwargs.items()}
+        return _hide((tuple(hidden), named))
+
+
+_POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
+_POSITIONAL = (_POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VAR_POSITIONAL = inspect.Parameter.VAR_POSITIONAL
+_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+
+
 def _as_tuple(given: Any, kind: type, name: str) -> tuple[Any, ...]:
-    items = (given,) if isinstance(given, kind) else given
-    try:
-        items = tuple(items)
-    except TypeError:
-        items = (given,)
-    for item in items:
+    expected = f"{name} expected {kind.__name__} or an iterable of {kind.__name__}, "
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        given = (given,)
+    items = []
+    for item in given:
+        if kind is int and not isinstance(item, bool) and hasattr(item, "__index__"):
+            item = operator.index(item)
         if not isinstance(item, kind) or isinstance(item, bool):
-            raise TypeError(
-                f"{name} expected {kind.__name__} or an iterable of {kind.__name__}, "
-                f"got {item!r} of type {type(item).__name__}."
-            )
-    return items
+            raise TypeError(f"{expected}got {item!r} of type {type(item).__name__}.")
+        items.append(item)
+    return tuple(items)
+
+
+def _parameters_of(fun: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # functions of C tell nothing: anything may be
+        return [
+            inspect.Parameter("args", _VAR_POSITIONAL),
+            inspect.Parameter("kwargs", _VAR_KEYWORD),
+        ]
+
+
+def _position(fun: Any, number: int, positional: Sequence[Any]) -> int:
+    count = len(positional)
+    if not -count <= number < count:
+        raise ValueError(
+            f"static_argnums expected positions of the {count} positional arguments "
+            f"{_listed(positional)} of {_name(fun)}, got {number}."
+        )
+    return number % count
+
+
+def _check_name(fun: Any, name: str, parameters: Sequence[Any]) -> None:
+    known = [
+        p
+        for p in parameters
+        if p.kind not in (_POSITIONAL_ONLY, _VAR_POSITIONAL, _VAR_KEYWORD)
+    ]
+    names = [p.name for p in known]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(
+            f"static_argnames expected names of arguments {_listed(known)} of "
+            f"{_name(fun)}, got {name!r}{hint}"
+        )
+
+
+def _listed(parameters: Sequence[Any]) -> str:
+    return f"({', '.join(p.name for p in parameters)})"
+
+
+def _name(fun: Any) -> str:
+    inner = _innermost(fun)
+    return getattr(inner, "__qualname__", type(inner).__name__)
+
+
+def _innermost(fun: Any) -> Any:
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return fun
 
 
 def _wraps(fun: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
     """`functools.wraps` for anything callable, partial objects and modules too."""
+    inner = _innermost(fun)
+    # What a function carries is copied; the fields of a module are no business here.
+    updated = ("__dict__",) if inspect.isfunction(fun) else ()
+    functools.update_wrapper(wrapped, inner, updated=updated)
     wrapped.__wrapped__ = fun  # type: ignore[attr-defined]
-    inner = fun
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    names = [n for n in functools.WRAPPER_ASSIGNMENTS if hasattr(inner, n)]
-    wrapper = functools.update_wrapper(wrapped, inner, assigned=names, updated=())
-    wrapper.__wrapped__ = fun  # type: ignore[attr-defined]
-    if hasattr(inner, "__dict__") and inner is fun and not isinstance(fun, type):
-        if callable(fun) and type(fun).__name__ == "function":
-            wrapper.__dict__.update(
-                {k: v for k, v in vars(fun).items() if k != "__wrapped__"}
-            )
-    return wrapper
+    return wrapped
 
 
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any], numbers: Sequence[int],
-               names: Sequence[str]) -> Arguments:
-    """Flattens a call's arguments."""
-    hidden = list(args)
-    for number in numbers:
-        if not -len(args) <= number < len(args):
-            raise ValueError(
-                f"static_argnums names argument {number}, but the call has "
-                f"{len(args)} positional arguments."
-            )
-        hidden[number] = _Static(args[number])
-    named = {k: _Static(v) if k in names else v for k, v in kwargs.items()}
-    leaves, tree = tree_util.tree_flatten((tuple(hidden), named))
-    arrays = [i for i, x in enumerate(leaves) if _compat.is_array(x)]
-    return Arguments(leaves, tree, arrays)
-
-
-def _trace(fun: Callable[..., Any], arguments: Arguments) -> Traced:
+def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Traces `fun` through a fresh function, so that nothing it captured is cached."""
-    result: list[tuple[list[Any], Any]] = []
 
-    def flat(*arrays: Any) -> list[Any]:
-        args, kwargs = arguments.merge(arrays)
-        args = tuple(a.value if isinstance(a, _Static) else a for a in args)
-        kwargs = {
-            k: v.value if isinstance(v, _Static) else v for k, v in kwargs.items()
-        }
-        leaves, tree = tree_util.tree_flatten(fun(*args, **kwargs))
-        result.append(([None if _compat.is_array(x) else x for x in leaves], tree))
-        traced = [x for x in leaves if _compat.is_array(x)]
-        result[-1] = ([_ARRAY if _compat.is_array(x) else x for x in leaves], tree)
-        return traced
+    def fresh(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _show((args, kwargs))
+        return _hide(fun(*args, **kwargs))
 
-    closed = jax.make_jaxpr(flat)(*arguments.traced)
-    known, tree = result[-1]
-
-    def rebuild(arrays: Sequence[Any]) -> Any:
-        rest = iter(arrays)
-        leaves = [next(rest) if x is _ARRAY else x for x in known]
-        return tree_util.tree_unflatten(tree, leaves)
-
-    return Traced(closed, _parameters.paths(arguments), rebuild)
+    # Errors then name the user's function and its arguments, as those of jax.jit do.
+    _wraps(fun, fresh)
+    closed, results = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
+    arguments = (args, kwargs)
+    return Traced(closed, tree_util.tree_leaves(arguments), arguments, results)
 
 
-_ARRAY = object()  # stands for an array among a function's results
+def decide_traced(traced: Traced, policy: Policy) -> _plan.Plan:
+    """Decides for a traced function; `scopes` know the paths of its parameters."""
+    values = [*traced.arrays, *_compat.constants(traced.closed)]
+    differentiated = any(map(_compat.is_being_differentiated, values))
+    if not policy.scopes:
+        return decide(traced.closed, policy, differentiated=differentiated)
+    return decide(
+        traced.closed,
+        policy,
+        _parameters.argument_paths(traced.arguments),
+        _parameters.result_paths(traced.results),
+        differentiated,
+    )
 
 
-def decide(closed: Any, policy: Policy, paths: Sequence[str | None] = ()) -> _plan.Plan:
+def decide(
+    closed: Any,
+    policy: Policy,
+    arguments: Sequence[str | None] = (),
+    results: Sequence[str] = (),
+    differentiated: bool = False,
+) -> _plan.Plan:
     """Decides for every equation of a program in which precision it runs.
 
     Args:
       closed: the program, a closed jaxpr.
       policy: what the user asks for.
-      paths: of each parameter, as `Traced.paths`.
+      arguments: for each parameter the path in its argument, keys joined by "/"; None
+        for optimizer state.
+      results: for each result its path.
+      differentiated: whether the program is being differentiated from outside.
     """
+    plan, used = _decide(closed, policy, Place(), arguments, results, differentiated)
+    report_unused(policy, used)
+    return plan
+
+
+def _decide(
+    closed: Any,
+    policy: Policy,
+    place: Place,
+    arguments: Sequence[str | None] = (),
+    results: Sequence[str] = (),
+    differentiated: bool = False,
+) -> tuple[_plan.Plan, frozenset[str]]:
+    """Decides for a program that stands somewhere, a derivative rule in its scope."""
     table = policy.table()
 
     def is_opaque(eqn: Any) -> bool:
-        rule = policy.rules.get(eqn.primitive, table.get(eqn.primitive.name))
-        return rule is Category.DENY
+        return table.get(eqn.primitive.name) is Category.DENY
 
-    graph = _graph.build(closed, is_opaque)
-    overrides, used = _parameters.overrides(graph, policy, paths)
-    pins = _pin.pin(graph, policy, overrides)
-    _report(graph, policy, pins.used_scopes | used)
-    return _plan.make_plan(
-        graph, pins, policy.compute_dtype, _place.propagate,
-        lambda rule: decide(rule, policy.replace(scopes={})),
+    graph = _build.build(closed, is_opaque, place)
+    overrides, used = _parameters.overrides(graph, policy, arguments, results)
+    pins = _pin.pin(graph, policy, overrides, differentiated)
+    _log_opaque(_pin.left_alone(graph, pins))
+    plan = _plan.make_plan(
+        graph,
+        pins,
+        policy.compute_dtype,
+        _place.propagate,
+        lambda rule, place: _decide(rule, policy, place)[0],
     )
+    return plan, used | matched(policy, (n.place.path for n in graph.nodes))
 
 
-def _report(graph: _graph.Graph, policy: Policy, used: frozenset[str]) -> None:
+def _log_opaque(left_alone: Sequence[_graph.Opaque]) -> None:
     """Logs what was left alone; silence is the worst answer."""
-    for eqn, place, why in graph.opaque:
-        if _graph.reads_float32(eqn):
-            where = source_info_util.summarize(eqn.source_info)
-            _LOGGER.info(
-                "%s at %s%s is not rewritten: %s", eqn.primitive.name, where,
-                f" (in {place.path})" if place.path else "", why,
-            )
-    for pattern in policy.scopes:
-        if pattern not in used:
-            _parameters.warn_unused(pattern)
+    for eqn, place, why, where in left_alone:
+        _LOGGER.info(
+            "%s at %s%s is not rewritten: %s",
+            eqn.primitive.name,
+            where,
+            f" (in {place.path})" if place.path else "",
+            why,
+        )
 
 
 def mixed_precision_jaxpr(closed_jaxpr: Any, policy: PolicyLike = None) -> Any:
@@ -326,6 +460,7 @@ def mixed_precision_jaxpr(closed_jaxpr: Any, policy: PolicyLike = None) -> Any:
         with jax.named_scope(REWRITTEN):
             return _rewrite.run(plan, consts, args)
 
-    return jax.make_jaxpr(rewritten)(
-        *(v.aval for v in _compat.open_jaxpr(closed_jaxpr).invars)
-    )
+    before = _compat.open_jaxpr(closed_jaxpr)
+    half = jax.make_jaxpr(rewritten)(*(v.aval for v in before.invars))
+    after = _compat.open_jaxpr(half).replace(debug_info=before.debug_info)
+    return half.replace(jaxpr=after) if hasattr(half, "jaxpr") else after

@@ -44,7 +44,7 @@ def dtypes_out(eqn: Any) -> list[str]:
 
 
 def trace(fun: Any, *args: Any) -> Any:
-    """Returns the jaxpr of a function through a fresh one, so that nothing is cached."""
+    """Returns the jaxpr of a function, through a fresh one that no cache knows."""
     return jax.make_jaxpr(lambda *a: fun(*a))(*args)
 
 

@@ -243,8 +243,9 @@ def mesh():
 def sharded_map(params, x):
     (w,) = params
 
-    @functools.partial(jax.shard_map, mesh=mesh(), in_specs=(P("i"), P()),
-                       out_specs=P())
+    @functools.partial(
+        jax.shard_map, mesh=mesh(), in_specs=(P("i"), P()), out_specs=P()
+    )
     def block(x, w):
         return lax.psum(jnp.tanh(x @ w) @ w, "i")
 
@@ -269,7 +270,9 @@ def callbacks(params, x):
     h = x @ w
     jax.debug.callback(lambda v: None, h)
     h = jax.pure_callback(
-        lambda v: np.asarray(v), jax.ShapeDtypeStruct(h.shape, h.dtype), h,
+        lambda v: np.asarray(v),
+        jax.ShapeDtypeStruct(h.shape, h.dtype),
+        h,
         vmap_method="sequential",
     )
     return h @ w
@@ -280,8 +283,14 @@ def mixed_types(params, x):
     h = x @ w
     complex_part = jnp.fft.fft(h.astype(jnp.complex64)).real
     ids = jnp.argsort(h, axis=1)
-    return {"h": h, "fft": complex_part @ w, "ids": ids, "none": None, "name": "x",
-            "number": 3}
+    return {
+        "h": h,
+        "fft": complex_part @ w,
+        "ids": ids,
+        "none": None,
+        "name": "x",
+        "number": 3,
+    }
 
 
 def half_inside(params, x):
@@ -395,12 +404,20 @@ PROGRAMS = [
     Program("attention", attention, attention_args, products=5),
     Program("layer_norm", layer_norm, one(SQUARE, (W,), SQUARE), products=2),
     Program("conv", conv_net, conv_args, products=2),
-    Program("cross_entropy", cross_entropy,
-            lambda: (*mlp_args(), jnp.array([0, 1, 2, 3])), products=2),
-    Program("embedding", embedding,
-            lambda: (weights((16, W), SQUARE), jnp.array([[1, 2], [3, 1]]))),
-    Program("rnn", rnn, lambda: (weights(SQUARE, SQUARE), *weights((3, 4, W))),
-            products=2),
+    Program(
+        "cross_entropy",
+        cross_entropy,
+        lambda: (*mlp_args(), jnp.array([0, 1, 2, 3])),
+        products=2,
+    ),
+    Program(
+        "embedding",
+        embedding,
+        lambda: (weights((16, W), SQUARE), jnp.array([[1, 2], [3, 1]])),
+    ),
+    Program(
+        "rnn", rnn, lambda: (weights(SQUARE, SQUARE), *weights((3, 4, W))), products=2
+    ),
     Program("lstm", lstm, lambda: (weights((2 * W, 4 * W)), *weights((3, 4, W)))),
     Program("layers", layers, layers_args, products=4),
     Program("checkpoint", checkpointed, one(SQUARE, SQUARE), products=2),
@@ -409,10 +426,18 @@ PROGRAMS = [
     Program("fori", fori, one(SQUARE)),
     Program("cond", branch, one(SQUARE, SQUARE), products=3),
     Program("switch", switch, one(SQUARE), products=4),
-    Program("custom_vjp", lambda p, x: scaled_product(scaled_product(x, p[0]), p[1]),
-            one(SQUARE, SQUARE), products=2),
-    Program("custom_jvp", lambda p, x: swish(x @ p[0]) @ p[1], one(SQUARE, SQUARE),
-            products=2),
+    Program(
+        "custom_vjp",
+        lambda p, x: scaled_product(scaled_product(x, p[0]), p[1]),
+        one(SQUARE, SQUARE),
+        products=2,
+    ),
+    Program(
+        "custom_jvp",
+        lambda p, x: swish(x @ p[0]) @ p[1],
+        one(SQUARE, SQUARE),
+        products=2,
+    ),
     Program("jit", inner_jit, one(SQUARE, SQUARE, SQUARE), products=1),
     Program("shard_map", sharded_map, one(SQUARE), products=2),
     Program("pmap", pmapped, one(SQUARE), products=2),
@@ -420,8 +445,9 @@ PROGRAMS = [
     Program("callbacks", callbacks, one(SQUARE), grad=False, products=2),
     Program("mixed_types", mixed_types, one(SQUARE), grad=False, products=2),
     Program("half_inside", half_inside, one(SQUARE)),
-    Program("dropout", dropout,
-            lambda: (*one(SQUARE)(), jax.random.key(0)), products=2),
+    Program(
+        "dropout", dropout, lambda: (*one(SQUARE)(), jax.random.key(0)), products=2
+    ),
     Program("linear_solve", linear_solve, one(SQUARE), products=2),
     Program("rotary", rotary, one(SQUARE), products=2),
     Program("post_norm", post_norm, one(SQUARE, SQUARE), products=3),
@@ -429,15 +455,36 @@ PROGRAMS = [
     Program("segment_sum", segments, one(SQUARE), products=2),
     Program("lora", lora, one(SQUARE, (W, 2), (2, W)), products=3),
     Program("map", fixed_point, one(SQUARE), products=2),
-    Program("integers", lambda n: (n * 2, n.sum()),
-            lambda: (jnp.arange(4),), grad=False, products=0),
-    Program("no_product", lambda x: jnp.tanh(x) / (jnp.exp(x) + 1),
-            lambda: weights((4, W)), products=0),
-    Program("already_half", lambda w, x: jnp.tanh(x @ w),
-            lambda: tuple(a.astype(jnp.bfloat16) for a in weights(SQUARE, (4, W))),
-            grad=False, products=0),
-    *(Program(f"step_{name}", train_step(tx), functools.partial(step_args, tx),
-              grad=False, products=5) for name, tx in OPTIMIZERS.items()),
+    Program(
+        "integers",
+        lambda n: (n * 2, n.sum()),
+        lambda: (jnp.arange(4),),
+        grad=False,
+        products=0,
+    ),
+    Program(
+        "no_product",
+        lambda x: jnp.tanh(x) / (jnp.exp(x) + 1),
+        lambda: weights((4, W)),
+        products=0,
+    ),
+    Program(
+        "already_half",
+        lambda w, x: jnp.tanh(x @ w),
+        lambda: tuple(a.astype(jnp.bfloat16) for a in weights(SQUARE, (4, W))),
+        grad=False,
+        products=0,
+    ),
+    *(
+        Program(
+            f"step_{name}",
+            train_step(tx),
+            functools.partial(step_args, tx),
+            grad=False,
+            products=5,
+        )
+        for name, tx in OPTIMIZERS.items()
+    ),
     Program("epoch", epoch, epoch_args, grad=False, products=7),
 ]
 

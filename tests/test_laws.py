@@ -23,8 +23,8 @@ from jax.extend import core as jex
 from programs import BY_NAME, PROGRAMS
 
 from jmp_rewrite import mixed_precision, mixed_precision_jaxpr
-from jmp_rewrite._transform import decide
 from jmp_rewrite._policy import Policy
+from jmp_rewrite._transform import decide
 
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 DIFFERENTIABLE = [p for p in PROGRAMS if p.grad]
@@ -78,8 +78,15 @@ def shape_of(jaxpr):
     for eqn in jaxpr.eqns:
         inner = [shape_of(j) for j in jex.jaxprs_in_params(eqn.params)]
         names = sorted(k for k in eqn.params)
-        lines.append((eqn.primitive.name, names, [atom(v) for v in eqn.invars],
-                      [atom(v) for v in eqn.outvars], inner))
+        lines.append(
+            (
+                eqn.primitive.name,
+                names,
+                [atom(v) for v in eqn.invars],
+                [atom(v) for v in eqn.outvars],
+                inner,
+            )
+        )
     return [*lines, [atom(v) for v in jaxpr.outvars]]
 
 
@@ -147,7 +154,9 @@ def test_forward_mode_and_transforms(program):
     value = half(*args)
     if program.name not in ("custom_vjp",):  # custom_vjp has no forward mode at all
         tangents = jax.tree.map(jnp.ones_like, args[0])
-        same_types(value, jax.jvp(lambda p: half(p, *args[1:]), args[:1], (tangents,))[0])
+        same_types(
+            value, jax.jvp(lambda p: half(p, *args[1:]), args[:1], (tangents,))[0]
+        )
     same_types(value, jax.vjp(lambda p: half(p, *args[1:]), args[0])[0])
     same_types(value, jax.checkpoint(half)(*args))
     assert jax.eval_shape(half, *args).dtype == value.dtype
@@ -173,7 +182,9 @@ def test_products_are_half(program, policy):
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_denied_are_full(program, policy):
     """Nothing dangerous runs in half."""
-    rewritten = trace(mixed_precision(only_arrays(program.fun), policy), *program.args())
+    rewritten = trace(
+        mixed_precision(only_arrays(program.fun), policy), *program.args()
+    )
     for eqn in eqns(rewritten, "exp", "pow", "reduce_sum", "cumsum", "scatter-add"):
         if program.name != "already_half":
             assert HALF[policy] not in dtypes_in(eqn) + dtypes_out(eqn)
@@ -183,7 +194,9 @@ def test_denied_are_full(program, policy):
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_no_cast_undoes_another(program, policy):
     """No value is rounded and cast back at once, or cast to what it is."""
-    rewritten = trace(mixed_precision(only_arrays(program.fun), policy), *program.args())
+    rewritten = trace(
+        mixed_precision(only_arrays(program.fun), policy), *program.args()
+    )
     made = {}
     for eqn in walk(rewritten):
         if eqn.primitive.name == "convert_element_type":
@@ -202,7 +215,8 @@ def test_weights_are_cast_once(program):
     """In a whole step no parameter is cast twice."""
     rewritten = trace(mixed_precision(program.fun, "mixed_bfloat16"), *program.args())
     cast = [
-        e.invars[0] for e in open_jaxpr(rewritten).eqns
+        e.invars[0]
+        for e in open_jaxpr(rewritten).eqns
         if e.primitive.name == "convert_element_type"
     ]
     weights = [v for v in open_jaxpr(rewritten).invars if v.aval.ndim == 2]
@@ -255,6 +269,8 @@ def test_sharded_arguments():
     rows = jax.NamedSharding(mesh, jax.P("i"))
     (w,), x = BY_NAME["while"].args()
     x = jax.device_put(x, rows)
-    half = jax.jit(mixed_precision(lambda x, w: jnp.tanh(x @ w) @ w, "mixed_bfloat16"),
-                   out_shardings=rows)
+    half = jax.jit(
+        mixed_precision(lambda x, w: jnp.tanh(x @ w) @ w, "mixed_bfloat16"),
+        out_shardings=rows,
+    )
     assert half(x, w).sharding.is_equivalent_to(rows, 2)

@@ -48,8 +48,12 @@ def test_other_dtypes_stay(policy):
     """float64, complex, integers, keys and what is half already are not retyped."""
     with jax.enable_x64(True):
         x64 = jnp.ones((4, 4), jnp.float64)
-        values = [x64, x64 + 1j, jnp.arange(16).reshape(4, 4),
-                  jnp.ones((4, 4), jnp.bfloat16)]
+        values = [
+            x64,
+            x64 + 1j,
+            jnp.arange(16).reshape(4, 4),
+            jnp.ones((4, 4), jnp.bfloat16),
+        ]
 
         def f(key, *xs):
             return jax.random.normal(key, (4,)), *(x @ x for x in xs)
@@ -112,7 +116,8 @@ def test_optimizer_is_untouched(name, policy):
     # Op by op: XLA fuses the two programs differently, with other last digits.
     plain = trace(update, params, state, grads)
     leaves = jax.core.eval_jaxpr(
-        open_jaxpr(plain), plain.consts, *jax.tree.leaves((params, state, grads)))
+        open_jaxpr(plain), plain.consts, *jax.tree.leaves((params, state, grads))
+    )
     bit_equal(jax.tree.leaves((new, new_state)), leaves)
 
 
@@ -209,7 +214,9 @@ def test_meta_learning():
         return loss(fast, x + 1)
 
     def step(params, x):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(outer)(params, x))
+        return jax.tree.map(
+            lambda p, g: p - 0.1 * g, params, jax.grad(outer)(params, x)
+        )
 
     jaxpr = trace(mixed_precision(step, "mixed_float16"), params, x)
     shapes = {p.shape for p in params}
@@ -297,6 +304,105 @@ def test_residual_stream_of_layers(policy):
     assert carries == [HALF[policy]] * 2
 
 
+ONE = jnp.ones((1, 1), jnp.float32)
+IDS = jnp.zeros(1, jnp.int32)
+ACCUMULATORS = {
+    "sum": lambda s, x: s + x,
+    "sum of products": lambda s, x: s + x @ ONE,
+    "slice and concatenate": lambda s, x: jnp.concatenate([s[:1] + x, s[1:]]),
+    "rows": lambda s, x: s.at[IDS].set(s[IDS] + x),
+    "dynamic slice": lambda s, x: lax.dynamic_update_slice(
+        s, lax.dynamic_slice(s, (0, 0), (1, 1)) + x, (0, 0)
+    ),
+}
+
+
+@both
+@pytest.mark.parametrize("start", ["zeros", "half"])
+@pytest.mark.parametrize("name", ACCUMULATORS)
+def test_accumulators_that_products_read(name, start, policy):
+    """A carry that adds up is float32, also where a product reads the total."""
+
+    def f(x):
+        first = jnp.zeros((2, 1)) if start == "zeros" else (jnp.zeros((2, 1)) @ ONE * x)
+        total = lax.fori_loop(0, 4096, lambda _, s: ACCUMULATORS[name](s, x), first)
+        return total @ ONE
+
+    with jax.numpy_rank_promotion("allow"):
+        assert float(jax.jit(mixed_precision(f, policy))(ONE)[0, 0]) == 4096
+
+
+@both
+def test_returned_state_is_exact(policy):
+    """Moved, sliced and merged arguments that are returned lose no digit."""
+    w, x = weights((W, W), (4, W))
+
+    def f(w, x):
+        moved = w.T[::-1]
+        ring = jnp.concatenate([w[4:], x @ w])
+        branch = lax.cond(x[0, 0] > 0, lambda w: w, lambda w: w.T, w)
+        return (moved, ring, branch), (x @ moved, ring @ w, x @ branch)
+
+    (moved, ring, branch), _ = mixed_precision(f, policy)(w, x)
+    exact, _ = f(w, x)
+    bit_equal((moved, ring[:4], branch), (exact[0], exact[1][:4], exact[2]))
+
+
+def test_weights_that_start_at_zero():
+    """A fresh head of a meta-learner, LoRA's B: zeros that are trained are state."""
+    x, y = jnp.asarray(normal(6, 5)), jnp.asarray(normal(6, 7))
+
+    def f(x, y):
+        head = jnp.zeros((5, 7))
+        for _ in range(3):
+            fit = lambda h: jnp.mean((jnp.tanh(x @ h) - y) ** 2)  # noqa: E731
+            head = head - 0.1 * jax.grad(fit)(head)
+        return head, x @ head
+
+    jaxpr = trace(mixed_precision(f, "mixed_bfloat16"), x, y)
+    updates = [e for e in eqns(jaxpr, "sub") if e.outvars[0].aval.shape == (5, 7)]
+    assert len(updates) == 3 and {d for e in updates for d in dtypes_in(e)} == {
+        "float32"
+    }
+
+
+def test_fast_weights_are_no_residual_stream():
+    """The delta rule: a state multiplied by slices of activations, not of weights."""
+    w, x = weights((W, W), (2, W))
+
+    def f(x, w):
+        def rule(state, kv):
+            k, v = kv
+            error = v - jnp.einsum("bi,bij->bj", k, state)
+            state = state + 0.5 * jnp.einsum("bi,bj->bij", k, error)
+            return state, jnp.einsum("bi,bij->bj", k, state)
+
+        xs = jnp.stack([x, x, x]) @ w
+        return lax.scan(rule, jnp.zeros((2, W, W)), (xs, jnp.tanh(xs)))[1] @ w
+
+    (scan,) = eqns(trace(mixed_precision(f, "mixed_bfloat16"), x, w), "scan")
+    assert str(scan.outvars[0].aval.dtype) == "float32"
+
+
+@both
+def test_an_accumulator_beside_a_residual_stream(policy):
+    """In a scan over layers the stream may be half, the sum of its values not."""
+    w, ws, x = weights((5, W), (3, W, W), (4, 5))
+
+    def f(ws, x):
+        def block(carry, w):
+            x, total = carry
+            return (x + jnp.tanh(x @ w), total + x), None
+
+        x = x @ w
+        (x, total), _ = lax.scan(block, (x, jnp.zeros_like(x)), ws)
+        return x @ w.T + total @ w.T
+
+    (scan,) = eqns(trace(mixed_precision(f, policy), ws, x), "scan")
+    dtypes = [str(v.aval.dtype) for v in scan.outvars]
+    assert dtypes == [HALF[policy], "float32"]
+
+
 @both
 def test_no_scalar_is_half(policy):
     """0-d values are float32, a learned temperature too."""
@@ -306,8 +412,12 @@ def test_no_scalar_is_half(policy):
         h = (x @ params[0]) * t
         return jnp.sum(jnp.tanh(h) @ params[1]) / t
 
-    jaxpr = trace(mixed_precision(jax.value_and_grad(f, (0, 1)), policy),
-                  params, jnp.float32(0.3), x)
+    jaxpr = trace(
+        mixed_precision(jax.value_and_grad(f, (0, 1)), policy),
+        params,
+        jnp.float32(0.3),
+        x,
+    )
     for eqn in walk(jaxpr):
         for var in eqn.outvars:
             assert (str(var.aval.dtype), var.aval.shape) != (HALF[policy], ())
@@ -332,8 +442,9 @@ def test_sums_of_ones(policy):
             jax.ops.segment_sum(h, ids, 1)[0, 0],
             jnp.zeros(1).at[ids].add(h[:, 0])[0],
             lax.scan(lambda s, v: (s + v[0], None), jnp.float32(0), h)[0],
-            lax.scan(lambda s, v: (s + v @ one, None), jnp.zeros((1, 1)),
-                     h[:, None])[0][0, 0],
+            lax.scan(lambda s, v: (s + v @ one, None), jnp.zeros((1, 1)), h[:, None])[
+                0
+            ][0, 0],
             lax.fori_loop(0, 8192, lambda i, s: s + h[i, 0], jnp.float32(0)),
             (jnp.ones((1, 8192)) @ h)[0, 0],
         ]
@@ -355,8 +466,11 @@ def test_gradients_of_ones(policy, decorate):
         gathered = (ONES @ shared)[jnp.zeros(4096, jnp.int32)] @ one
         return jnp.sum(rows) + jnp.sum(used) + jnp.sum(gathered)
 
-    grad = jax.grad(mixed_precision(fun, policy)) if decorate == "loss" else (
-        mixed_precision(jax.grad(fun), policy))
+    grad = (
+        jax.grad(mixed_precision(fun, policy))
+        if decorate == "loss"
+        else (mixed_precision(jax.grad(fun), policy))
+    )
     table, shared, scanned = jax.jit(grad)((one, one, one))
     assert float(table[0, 0]) == 8192 and float(scanned[0, 0]) == 8192
     assert float(shared[0, 0]) == 4096
@@ -380,8 +494,12 @@ def test_psum_is_float32():
     """A sum over devices is float32."""
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     (w,) = weights((W, W))
-    f = jax.shard_map(lambda x: lax.psum(x @ w, "i") @ w, mesh=mesh,
-                      in_specs=jax.P("i"), out_specs=jax.P())
+    f = jax.shard_map(
+        lambda x: lax.psum(x @ w, "i") @ w,
+        mesh=mesh,
+        in_specs=jax.P("i"),
+        out_specs=jax.P(),
+    )
     jaxpr = trace(mixed_precision(f, "mixed_bfloat16"), jnp.ones((4, W)))
     for eqn in walk(jaxpr):
         if eqn.primitive.name.startswith("psum"):
@@ -434,7 +552,9 @@ def test_vmapped_products_run_on_cpu():
     def f(ws, x):
         return jax.grad(lambda ws: jnp.mean(jax.vmap(net, (None, 0))(ws, x) ** 2))(ws)
 
-    result = jax.jit(mixed_precision(f, "mixed_bfloat16"))(ws, jnp.asarray(normal(32, 20)))
+    result = jax.jit(mixed_precision(f, "mixed_bfloat16"))(
+        ws, jnp.asarray(normal(32, 20))
+    )
     assert all(np.isfinite(g).all() for g in result)
 
 
@@ -475,10 +595,12 @@ def test_arguments_saturate():
         return (x @ jnp.eye(4, dtype=jnp.float32)).astype(jnp.float32)
 
     result = mixed_precision(lambda x, e: x[:, :2] @ e, "mixed_float16")(
-        x, jnp.eye(2, dtype=jnp.float32))
+        x, jnp.eye(2, dtype=jnp.float32)
+    )
     np.testing.assert_array_equal(np.asarray(result), [[65504, -65504]])
     kept = mixed_precision(lambda x, e: x[:, 2:3] @ e, "mixed_float16")(
-        x, jnp.ones((1, 1), jnp.float32))
+        x, jnp.ones((1, 1), jnp.float32)
+    )
     assert np.isinf(np.asarray(kept)).all()
 
 
@@ -525,7 +647,10 @@ def test_explicit_cast_up():
 
     assert halves("mixed_bfloat16", f, x) == (1, 2)
     given = x.astype(jnp.bfloat16)  # data that came in half asks for nothing
-    assert halves("mixed_bfloat16", lambda x: x.astype(jnp.float32) @ w, given) == (1, 1)
+    assert halves("mixed_bfloat16", lambda x: x.astype(jnp.float32) @ w, given) == (
+        1,
+        1,
+    )
 
 
 # 8. Composites compute in float32 inside.
@@ -534,8 +659,12 @@ def test_explicit_cast_up():
 @both
 @pytest.mark.parametrize(
     "composite",
-    [jax.nn.softmax, jax.nn.log_softmax, jax.nn.standardize,
-     lambda h: jax.nn.logsumexp(h, axis=-1, keepdims=True)],
+    [
+        jax.nn.softmax,
+        jax.nn.log_softmax,
+        jax.nn.standardize,
+        lambda h: jax.nn.logsumexp(h, axis=-1, keepdims=True),
+    ],
     ids=["softmax", "log_softmax", "standardize", "logsumexp"],
 )
 def test_interiors(composite, policy):
@@ -572,13 +701,18 @@ def test_checkpoint_keeps_its_policy(decorate):
     w, x = weights((W, W), (4, W))
 
     def f(w, x):
-        block = jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w),
-                               policy=jax.checkpoint_policies.dots_saveable)
+        block = jax.checkpoint(
+            lambda x: jnp.tanh(jnp.tanh(x @ w) @ w),
+            policy=jax.checkpoint_policies.dots_saveable,
+        )
         return jnp.sum(block(block(x)))
 
     plain = products(trace(jax.grad(f), w, x))
-    grad = jax.grad(mixed_precision(f, "mixed_bfloat16")) if decorate == "loss" else (
-        mixed_precision(jax.grad(f), "mixed_bfloat16"))
+    grad = (
+        jax.grad(mixed_precision(f, "mixed_bfloat16"))
+        if decorate == "loss"
+        else (mixed_precision(jax.grad(f), "mixed_bfloat16"))
+    )
     found = products(trace(grad, w, x))
     assert len(found) == len(plain)
     assert all(set(dtypes_in(e)) == {"bfloat16"} for e in found)
@@ -615,8 +749,9 @@ def test_integers_become_floats_in_float32(policy):
     ids = jnp.asarray([[257], [2049]])
 
     def f(ids):
-        return (ids.astype(jnp.float32) + (ids.astype(jnp.float32) @ w) * 0), jnp.arange(
-            3000, dtype=jnp.float32)
+        return (
+            ids.astype(jnp.float32) + (ids.astype(jnp.float32) @ w) * 0
+        ), jnp.arange(3000, dtype=jnp.float32)
 
     (kept, counted) = mixed_precision(f, policy)(ids)
     assert kept[:, 0].tolist() == [257, 2049] and int(counted[-1]) == 2999
@@ -630,16 +765,49 @@ def test_casts_before_differentiation():
     w, x = weights((W, W), (4, W))
 
     def f(w, x):
-        return jnp.sum(lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None,
-                                length=3)[0])
+        return jnp.sum(
+            lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0]
+        )
 
     (scan,) = eqns(trace(mixed_precision(f, "mixed_bfloat16"), w, x), "scan")
     assert (W, W) in [v.aval.shape for v in scan.invars if v.aval.dtype == "float32"]
     gradient = trace(mixed_precision(jax.grad(f), "mixed_bfloat16"), w, x)
     for scan in eqns(gradient, "scan"):  # a whole step casts it once, outside
         inside = eqns(scan.params["jaxpr"], "convert_element_type")
-        assert (W, W) not in [e.outvars[0].aval.shape for e in inside
-                              if dtypes_out(e) == ["bfloat16"]]
+        assert (W, W) not in [
+            e.outvars[0].aval.shape for e in inside if dtypes_out(e) == ["bfloat16"]
+        ]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_gradient_inside_a_loss(jit):
+    """A loss with a gradient penalty holds a backward pass, and is no whole step."""
+    one = jnp.ones((1, 1), jnp.float32)
+
+    def f(w):
+        total = lax.scan(
+            lambda s, _: (s + jnp.sum(one @ w), None), jnp.float32(0), None, length=4096
+        )[0]
+        penalty = jax.grad(lambda z: jnp.sum((z @ w) ** 2))(one)
+        return total + 1e-30 * jnp.sum(penalty)
+
+    half = mixed_precision(f, "mixed_bfloat16")
+    gradient = jax.grad(jax.jit(half) if jit else half)(one)
+    assert float(gradient[0, 0]) == 4096
+
+
+def test_an_update_that_is_differentiated():
+    """A function that returns new weights, under an outer gradient."""
+    w, x = weights((W, W), (4, W))
+
+    def adapt(w, x):
+        loss = lambda w: jnp.sum(jnp.tanh(x @ w) @ w)  # noqa: E731
+        return w - 0.1 * jax.grad(loss)(w)
+
+    half = mixed_precision(adapt, "mixed_bfloat16")
+    outer = trace(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ half(w, x)))), w)
+    found = [set(dtypes_in(e)) for e in products(outer)]
+    assert found.count({"bfloat16"}) >= 8 and {"bfloat16", "float32"} not in found
 
 
 # 12. Values against float64, side by side with the same model written by hand.
@@ -658,7 +826,8 @@ def test_not_worse_than_by_hand(policy):
     params, x, labels = data()
     with jax.enable_x64(True):
         exact = jax.value_and_grad(cross_entropy)(
-            *jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x)), labels)
+            *jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x)), labels
+        )
     dtype = jnp.dtype(HALF[policy])
     hand = jax.jit(jax.value_and_grad(lambda *a: by_hand(*a, dtype)))(params, x, labels)
     for ours in (

@@ -1,8 +1,8 @@
 """The placement is TensorFlow's, to the node: what its own pass answered is the judge.
 
-`golden/` holds the answers of TensorFlow 2.21's auto_mixed_precision pass to all linear
-chains of up to four ops (w allow, g infer, c clear, b deny, n unlisted; upper case where
-the op became half) and to 320 while loops.
+`golden/` holds the answers of TensorFlow 2.21's auto_mixed_precision pass to all
+linear chains of up to four ops (w allow, g infer, c clear, b deny, n unlisted; upper
+case where the op became half) and to 320 while loops.
 """
 
 import csv

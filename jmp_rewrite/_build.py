@@ -1,0 +1,308 @@
+"""Builds the graph of a program: walks its jaxprs once and collects nodes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import source_info_util
+
+from jmp_rewrite import _compat
+from jmp_rewrite._build_inner import HANDLERS
+from jmp_rewrite._graph import (
+    FLOAT32,
+    Graph,
+    Inner,
+    Instance,
+    Loop,
+    Node,
+    Opaque,
+    Value,
+    is_float32,
+    reads_float32,
+)
+from jmp_rewrite._holders import LANES, LEFT_ALONE, held_jaxprs
+from jmp_rewrite._scopes import TOP, Place, inner_place
+
+# Larger constants are not searched for values that half precision cannot hold (they
+# are treated like arguments); 2**22 elements are 16 MiB.
+_LARGEST_CONSTANT = 2**22
+
+# A jaxpr that is used several times is analysed once for all its uses only where
+# copies of its nodes would be many more than the program has equations.
+_COPIES_PER_EQUATION = 4
+_SMALL = 64
+
+_NO_LITERALS: dict[int, Any] = {}
+
+# What these make is data although they read no float32: random numbers, and the
+# results of what cannot be looked into.
+_DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
+
+# A known number stays known through these.
+_KEEPS_NUMBER = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "neg",
+        "reshape",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
+
+
+def build(
+    closed: Any,
+    is_opaque: Callable[[Any], bool] = lambda eqn: False,
+    place: Place = TOP,
+) -> Graph:
+    """Builds the graph of a closed jaxpr.
+
+    Args:
+      closed: the program.
+      is_opaque: tells which equations that hold jaxprs are to be left alone.
+      place: where the program stands.
+    """
+    builder = Builder(closed, is_opaque)
+    jaxpr = _compat.open_jaxpr(closed)
+    consts = builder.constants(jaxpr.constvars, _compat.constants(closed))
+    arguments = [Value(v.aval, argument=i) for i, v in enumerate(jaxpr.invars)]
+    top, results = builder.use(closed, consts, arguments, place, 1)
+    return Graph(
+        top,
+        builder.nodes,
+        builder.loops,
+        [v for v in [*consts, *arguments] if v is not None],
+        [v for v in results if v is not None and is_float32(v.aval)],
+        builder.opaque,
+    )
+
+
+class Builder:
+    """Walks the program once and collects nodes."""
+
+    def __init__(self, closed: Any, is_opaque: Callable[[Any], bool]) -> None:
+        self.nodes: list[Node] = []
+        self.loops: list[Loop] = []
+        self.opaque: list[Opaque] = []
+        self._calls: list[Any] = []
+        self.tokens = itertools.count()
+        self._is_opaque = is_opaque
+        self.shared: dict[int, tuple[Inner, list[Value | None]] | None] = dict.fromkeys(
+            _shared_jaxprs(closed)
+        )
+
+    def captured(self, jaxpr: Any) -> list[Value | None]:
+        """Returns the values of the arrays that a closed jaxpr carries."""
+        return self.constants(_compat.constvars(jaxpr), _compat.constants(jaxpr))
+
+    def constants(self, constvars: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
+        """Returns the values of captured arrays."""
+        return [
+            Value(v.aval, constant=_number(c), made_of_data=not _is_numpy(c))
+            if is_float32(v.aval)
+            else None
+            for v, c in zip(constvars, consts, strict=True)
+        ]
+
+    def use(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Value | None],
+        args: Sequence[Value | None],
+        place: Place,
+        trips: int,
+    ) -> tuple[Instance, list[Value | None]]:
+        """Adds the nodes of one use of a jaxpr; returns it and its results."""
+        body = _compat.open_jaxpr(jaxpr)
+        instance = Instance(jaxpr)
+        env = {
+            var: value
+            for var, value in zip(
+                [*body.constvars, *body.invars], [*consts, *args], strict=True
+            )
+            if value is not None
+        }
+        for index, eqn in enumerate(body.eqns):
+            self._equation(instance, index, eqn, env, place, trips)
+        return instance, [_read(env, v) for v in body.outvars]
+
+    def _equation(
+        self,
+        instance: Instance,
+        index: int,
+        eqn: Any,
+        env: dict[Any, Value],
+        place: Place,
+        trips: int,
+    ) -> None:
+        here = inner_place(place, _compat.scope_elements(eqn.source_info.name_stack))
+        name = eqn.primitive.name
+        holds = name in HANDLERS and not here.rewritten
+        if holds and not self._is_opaque(eqn):
+            args = [_read(env, v) for v in eqn.invars]
+            self._calls.append(eqn)
+            nodes, inner, results = HANDLERS[name](self, eqn, args, here, trips)
+            self._calls.pop()
+            instance.nodes.append(nodes)
+            instance.inner[index] = inner
+        else:
+            why = "a rule denies it" if holds else LEFT_ALONE.get(name)
+            if why and not here.rewritten and reads_float32(eqn):
+                self.opaque.append(Opaque(eqn, here, why, self._where(eqn)))
+            nodes, results = self._leaf(eqn, env, here, trips)
+            instance.nodes.append(nodes)
+        for var, value in zip(eqn.outvars, results, strict=True):
+            if value is not None:
+                env[var] = value
+
+    def _where(self, eqn: Any) -> str:
+        """Returns the innermost source line that is known; JAX's own have none."""
+        for caller in (eqn, *reversed(self._calls)):
+            if line := source_info_util.summarize(caller.source_info):
+                return line
+        return "an unknown line"
+
+    def _leaf(
+        self, eqn: Any, env: dict[Any, Value], place: Place, trips: int
+    ) -> tuple[Any, list[Value | None]]:
+        """Adds the node (or the lanes) of an equation that holds no jaxpr."""
+        name = eqn.primitive.name
+        operands = [_read(env, v) for v in eqn.invars]
+        if name in LANES:
+            return self._lanes(eqn, operands, place, trips)
+        inputs: list[Value] = []
+        literals = _NO_LITERALS
+        given = False
+        for position, value in enumerate(operands):
+            if value is None:
+                continue
+            given |= value.argument >= 0
+            if not is_float32(value.aval):
+                continue
+            if value.constant is not None and not value.constant.ndim:
+                literals = {**literals, position: value.constant}
+                if value.node < 0:
+                    continue
+            inputs.append(value)
+        avals = [v.aval for v in eqn.outvars if is_float32(v.aval)]
+        number = _kept_number(eqn, operands)
+        if not (inputs or literals or avals):
+            return None, [
+                Value(v.aval, constant=number) if number is not None else None
+                for v in eqn.outvars
+            ]
+        index = self.add(name, eqn, place, inputs, avals, literals, trips)
+        node = self.nodes[index]
+        node.given = given
+        node.mixed = _mixes(eqn)
+        data = name in _DATA or any([v.made_of_data for v in inputs])
+        return index, [
+            Value(v.aval, index, number, made_of_data=data)
+            if number is not None or is_float32(v.aval)
+            else None
+            for v in eqn.outvars
+        ]
+
+    def _lanes(
+        self, eqn: Any, operands: Sequence[Value | None], place: Place, trips: int
+    ) -> tuple[Any, list[Value | None]]:
+        nodes: list[int | None] = []
+        results: list[Value | None] = []
+        for var, value in zip(eqn.outvars, operands, strict=True):
+            if value is None or not is_float32(var.aval):
+                nodes.append(None)
+                results.append(value)
+                continue
+            node = self.add(
+                eqn.primitive.name, eqn, place, [value], [var.aval], {}, trips
+            )
+            nodes.append(node)
+            results.append(Value(var.aval, node, made_of_data=value.made_of_data))
+        return tuple(nodes), results
+
+    def add(
+        self,
+        name: str,
+        eqn: Any,
+        place: Place,
+        inputs: list[Value],
+        avals: list[Any],
+        literals: dict[int, Any],
+        trips: int,
+    ) -> int:
+        """Adds a node and returns its index."""
+        index = len(self.nodes)
+        self.nodes.append(Node(index, name, eqn, place, inputs, avals, literals, trips))
+        return index
+
+
+def _mixes(eqn: Any) -> bool:
+    """Tells whether another floating-point dtype stands beside float32."""
+    for atom in (*eqn.invars, *eqn.outvars):
+        dtype = getattr(atom.aval, "dtype", FLOAT32)
+        if dtype is not FLOAT32 and getattr(dtype, "kind", "b") not in "biu":
+            return True
+    return False
+
+
+def _read(env: dict[Any, Value], atom: Any) -> Value | None:
+    """Returns the value of a variable or literal; None if it is nothing to follow."""
+    if hasattr(atom, "val"):
+        number = _compat.literal_value(atom)
+        return Value(atom.aval, constant=_number(number), made_of_data=False)
+    return env.get(atom)
+
+
+def _number(value: Any) -> Any:
+    """Returns a constant as NumPy sees it, or None if it is unknown or very large."""
+    if isinstance(value, (bool, int, float, np.ndarray, np.generic)):
+        array = np.asarray(value)
+        return array if array.size <= _LARGEST_CONSTANT else None
+    return None
+
+
+def _is_numpy(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, np.ndarray, np.generic))
+
+
+def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:
+    """Returns the number that the result is, if one operand makes it known."""
+    if eqn.primitive.name not in _KEEPS_NUMBER or len(operands) != 1:
+        return None
+    value = operands[0]
+    if value is None or value.constant is None or np.ndim(value.constant) > 0:
+        return None
+    return -value.constant if eqn.primitive.name == "neg" else value.constant
+
+
+def _shared_jaxprs(closed: Any) -> set[int]:
+    """Returns the jaxprs that are analysed once for all their uses.
+
+    Every use has its own nodes, so that one use cannot decide for another, unless the
+    copies would be many more than the equations that the program has.
+    """
+    sizes: dict[int, int] = {}
+    uses: dict[int, int] = {}
+    distinct = [0]
+
+    def size(jaxpr: Any) -> int:
+        uses[id(jaxpr)] = uses.get(id(jaxpr), 0) + 1
+        if id(jaxpr) not in sizes:
+            body = _compat.open_jaxpr(jaxpr)
+            distinct[0] += len(body.eqns)
+            inner = [size(j) for e in body.eqns for j in held_jaxprs(e)]
+            sizes[id(jaxpr)] = len(body.eqns) + sum(inner)
+        return sizes[id(jaxpr)]
+
+    total = size(closed)
+    if total <= _COPIES_PER_EQUATION * distinct[0] + 10_000:
+        return set()
+    return {key for key, n in uses.items() if n > 1 and sizes[key] > _SMALL}

@@ -1,0 +1,311 @@
+"""Emits equations according to a plan, casts at the boundaries; judges nothing.
+
+The interpreter is JAX's own twenty lines (`jax.core.eval_jaxpr`) with a cell instead of
+a value for each variable: what was computed, and its cast copies once somebody asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_rewrite import _compat
+from jmp_rewrite._cast import narrow, scalar
+from jmp_rewrite._demand import AS_HALF, Demand
+from jmp_rewrite._graph import FLOAT32, Inner, Instance
+from jmp_rewrite._plan import Action, Plan
+from jmp_rewrite._rules import Category
+
+
+class Cell:
+    """A variable's value: as it was computed, and its cast copies.
+
+    Attributes:
+      value: the array, in float32, half, or any other dtype.
+      saturate: whether rounding it must not make an infinity of a finite number.
+      half: its rounded copy, if somebody asked for it.
+      full: its copy cast back to float32, if somebody asked for it.
+    """
+
+    __slots__ = ("full", "half", "saturate", "value")
+
+    def __init__(self, value: Any, saturate: bool = False, half: Any = None) -> None:
+        self.value = value
+        self.saturate = saturate
+        self.half = half
+        self.full: Any = None
+
+
+# Emits an equation that holds jaxprs, from its operands' cells.
+Handler = Callable[["Emitter", Any, Inner, list[Cell]], list[Cell]]
+
+
+class Emitter:
+    """Emits the uses of jaxprs of one plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        handlers: Mapping[str, Handler],
+        emit_program: Callable[[Plan, Sequence[Any], Sequence[Any]], list[Any]],
+    ) -> None:
+        self.plan = plan
+        self.emit_program = emit_program
+        self._handlers = handlers
+        self.demand = Demand(plan)
+        self._jaxprs: dict[Any, Any] = {}
+        self._keys: dict[Instance, Any] = {}
+
+    # ---- values
+
+    def read_full(self, cell: Cell, aval: Any) -> Any:
+        """Returns a value in the dtype that it has in the original program."""
+        if getattr(cell.value, "dtype", None) != self.plan.half:
+            return cell.value
+        if getattr(aval, "dtype", None) != FLOAT32:
+            return cell.value
+        if cell.full is None:
+            cell.full = _compat.convert(cell.value, FLOAT32)
+        return cell.full
+
+    def read_half(self, cell: Cell) -> Any:
+        """Returns a float32 value of the program in half."""
+        if cell.value.dtype == self.plan.half:
+            return cell.value
+        if cell.half is not None:
+            return cell.half
+        half = self._narrow(cell.value, cell.saturate)
+        if self.plan.shared:
+            cell.half = half
+        return half
+
+    def _narrow(self, x: Any, saturate: bool) -> Any:
+        return narrow(x, self.plan.half, saturate, not self.plan.shared)
+
+    # ---- one jaxpr
+
+    def evaluate(self, instance: Instance, cells: Sequence[Cell]) -> list[Cell]:
+        """Emits the equations of one use of a jaxpr; returns its results."""
+        body = _compat.open_jaxpr(instance.jaxpr)
+        env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
+        outer = _compat.current_name_stack()
+        for index, eqn in enumerate(body.eqns):
+            with _compat.user_context(eqn, outer), eqn.ctx.manager:
+                outs = self._equation(instance, index, eqn, env)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [cell_of(env, v) for v in body.outvars]
+
+    def _equation(
+        self, instance: Instance, index: int, eqn: Any, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        inner = instance.inner.get(index)
+        if inner is not None:
+            cells = [cell_of(env, v) for v in eqn.invars]
+            if not any(self.demand.touched(b) for b in inner.bodies):
+                if not self._joints_are_half(inner):
+                    return self._as_it_was(eqn, env)
+            return self._handlers[inner.kind](self, eqn, inner, cells)
+        entry = instance.nodes[index]
+        if isinstance(entry, tuple):
+            return self._lanes(eqn, entry, env)
+        action = Action.FULL if entry is None else self.plan.actions[entry]
+        if not action & Action.HALF:
+            return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
+        if self.plan.pins.categories[entry] is Category.ALLOW:
+            return self._product(eqn, action, env)
+        if action & Action.WIDE:
+            return self._wide(eqn, action, env)
+        literals = self.plan.graph.nodes[entry].literals
+        return self._native(eqn, action, env, literals)
+
+    def _as_it_was(
+        self, eqn: Any, env: dict[Any, Cell], saturate: bool = False
+    ) -> list[Cell]:
+        values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
+        return [Cell(x, saturate) for x in _compat.bind(eqn, values, eqn.params)]
+
+    def _product(self, eqn: Any, action: Action, env: dict[Any, Cell]) -> list[Cell]:
+        """Emits a product of half operands, accumulated in float32."""
+        values = self._half_operands(eqn, env, {})
+        dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
+        params = dict(eqn.params, preferred_element_type=dtype)
+        is_bfloat16 = self.plan.half != np.float16
+        if action & Action.EMITS_FULL and is_bfloat16 and len(values) == 2:
+            return [Cell(x) for x in _compat.shielded_product(eqn, values, params)]
+        return [Cell(x) for x in _compat.bind(eqn, values, params)]
+
+    def _wide(self, eqn: Any, action: Action, env: dict[Any, Cell]) -> list[Cell]:
+        """Emits in float32 and rounds the results once."""
+        saturate = bool(action & Action.SATURATES)
+        return [
+            Cell(self._narrow(cell.value, saturate or cell.saturate), cell.saturate)
+            if cell.value.dtype == FLOAT32
+            else cell
+            for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
+        ]
+
+    def _native(
+        self, eqn: Any, action: Action, env: dict[Any, Cell], literals: dict[int, Any]
+    ) -> list[Cell]:
+        """Emits on half operands, with half results."""
+        saturate = bool(action & Action.ARGUMENT)
+        values = self._half_operands(eqn, env, literals)
+        if eqn.primitive.name == "convert_element_type":
+            target = eqn.params["new_dtype"]
+            dtype = self.plan.half if target == FLOAT32 else target
+            (x,) = values
+            return [
+                Cell(x if x.dtype == dtype else _compat.convert(x, dtype), saturate)
+            ]
+        outs = _compat.bind(eqn, values, eqn.params)
+        return [Cell(x, saturate) for x in outs]
+
+    def _half_operands(
+        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
+    ) -> list[Any]:
+        values = []
+        for position, atom in enumerate(eqn.invars):
+            if atom.aval.dtype != FLOAT32:
+                values.append(cell_of(env, atom).value)
+            elif position in literals and not atom.aval.shape:
+                values.append(scalar(literals[position], self.plan.half))
+            else:
+                values.append(self.read_half(cell_of(env, atom)))
+        return values
+
+    def _lanes(
+        self, eqn: Any, entry: tuple[int | None, ...], env: dict[Any, Cell]
+    ) -> list[Cell]:
+        """Emits an equation whose operands have a precision each."""
+        cells = [cell_of(env, v) for v in eqn.invars]
+        halves = [
+            n is not None and bool(self.plan.actions[n] & Action.HALF) for n in entry
+        ]
+        values = [
+            self.read_half(c) if is_half else self.read_full(c, v.aval)
+            for c, v, is_half in zip(cells, eqn.invars, halves, strict=True)
+        ]
+        outs = _compat.bind(eqn, values, eqn.params)
+        return [Cell(x, c.saturate) for x, c in zip(outs, cells, strict=True)]
+
+    # ---- jaxprs inside
+
+    def _joints_are_half(self, inner: Inner) -> bool:
+        joints = (*inner.carry_in, *inner.carry_out, *inner.joins)
+        return any(self.joint_dtype(n) == self.plan.half for n in joints)
+
+    def joint_dtype(self, node: int | None) -> np.dtype | None:
+        """Returns the dtype of a carry or a join; None where it is no float32."""
+        if node is None:
+            return None
+        is_half = self.plan.actions[node] & Action.HALF
+        return self.plan.half if is_half else FLOAT32
+
+    def to_joint(self, cell: Cell, node: int | None, aval: Any) -> Any:
+        if self.joint_dtype(node) == self.plan.half:
+            return self.read_half(cell)
+        return self.read_full(cell, aval)
+
+    def passed(self, cell: Cell, demand: int) -> Any:
+        """Returns what is passed to a body: the value, or its half copy.
+
+        A value that is only read in half inside is cast outside, once for all bodies
+        and iterations, unless gradients of those reads have yet to be added up.
+        """
+        if demand == AS_HALF and self.plan.shared:
+            return self.read_half(cell)
+        return cell.value
+
+    def body(
+        self,
+        instance: Instance,
+        values: Sequence[Any],
+        avals: Sequence[Any],
+        saturate: Sequence[bool],
+        joints: Sequence[int | None] | None = None,
+        halves: Sequence[tuple[int, Any]] = (),
+    ) -> Any:
+        """Returns the rewritten jaxpr of one use.
+
+        Args:
+          instance: the use.
+          values: what is passed, for its dtypes.
+          avals: the types of the body's parameters in the original program.
+          saturate: which parameters saturate when they are rounded.
+          joints: the carries or joins that the results have to agree with.
+          halves: (parameter, type) of half copies that are passed in front.
+        """
+        dtypes = tuple(getattr(v, "dtype", None) for v in values)
+        positions = tuple(p for p, _ in halves)
+        out = None if joints is None else tuple(map(self.joint_dtype, joints))
+        key = (self._key(instance), dtypes, tuple(saturate), out, positions)
+        if key not in self._jaxprs:
+            types = [h for _, h in halves]
+            types += [_retyped(a, d) for a, d in zip(avals, dtypes, strict=True)]
+            fun = self._body_function(instance, saturate, joints, positions)
+            self._jaxprs[key] = jax.make_jaxpr(fun)(*types)
+        return self._jaxprs[key]
+
+    def _body_function(
+        self,
+        instance: Instance,
+        saturate: Sequence[bool],
+        joints: Sequence[int | None] | None,
+        positions: Sequence[int],
+    ) -> Callable[..., list[Any]]:
+        outvars = _compat.open_jaxpr(instance.jaxpr).outvars
+
+        def body(*values: Any) -> list[Any]:
+            halves = dict(zip(positions, values[: len(positions)], strict=True))
+            cells = [Cell(c) for c in _compat.constants(instance.jaxpr)]
+            for i, (x, s) in enumerate(
+                zip(values[len(positions) :], saturate, strict=True)
+            ):
+                cells.append(Cell(x, s, halves.get(i)))
+            results = self.evaluate(instance, cells)
+            if joints is None:
+                return [c.value for c in results]
+            ends = [*joints, *([None] * (len(results) - len(joints)))]
+            return [
+                c.value if i >= len(joints) else self.to_joint(c, node, v.aval)
+                for i, (c, node, v) in enumerate(
+                    zip(results, ends, outvars, strict=True)
+                )
+            ]
+
+        return body
+
+    def _key(self, instance: Instance) -> Any:
+        """Two uses of a jaxpr with equal keys are emitted once."""
+        if instance not in self._keys:
+            actions = tuple(
+                tuple(self._entry(n) for n in e)
+                if isinstance(e, tuple)
+                else self._entry(e)
+                for e in instance.nodes
+            )
+            inner = tuple(
+                (
+                    tuple(self._key(b) for b in i.bodies),
+                    tuple(map(self.joint_dtype, (*i.carry_in, *i.carry_out, *i.joins))),
+                )
+                for i in instance.inner.values()
+            )
+            self._keys[instance] = (id(instance.jaxpr), actions, inner)
+        return self._keys[instance]
+
+    def _entry(self, node: int | None) -> int:
+        return -1 if node is None else int(self.plan.actions[node])
+
+
+def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:
+    return Cell(atom.val) if hasattr(atom, "val") else env[atom]
+
+
+def _retyped(aval: Any, dtype: Any) -> Any:
+    if dtype is None or aval.dtype == dtype:
+        return aval
+    return aval.update(dtype=dtype, weak_type=False)

@@ -1,0 +1,438 @@
+"""Every primitive that holds a program is rewritten inside, or reported."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    EPS,
+    HALF,
+    bit_equal,
+    dtypes_in,
+    dtypes_out,
+    eqns,
+    open_jaxpr,
+    products,
+    relative_error,
+    trace,
+)
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.compute_on import compute_on
+from jax.extend import core as jex
+from programs import BY_NAME, W, weights
+
+from jmp_rewrite import mixed_precision, mixed_precision_jaxpr
+
+BF16 = "mixed_bfloat16"
+
+
+def w_and_x():
+    return weights((W, W), (4, W))
+
+
+def half_products_inside(jaxpr, name):
+    """Counts half products in the jaxprs that equations of this name hold."""
+    inside = [
+        e
+        for eqn in eqns(jaxpr, name)
+        for inner in jex.jaxprs_in_params(eqn.params)
+        for e in products(inner)
+    ]
+    assert {d for e in inside for d in dtypes_in(e)} == {"bfloat16"}
+    return len(inside)
+
+
+@pytest.mark.parametrize(
+    ("program", "primitive", "count"),
+    [
+        ("rnn", "scan", 2),
+        ("layers", "scan", 2),
+        ("lstm", "scan", 1),
+        ("while", "while", 1),
+        ("cond", "cond", 1),
+        ("switch", "cond", 2),
+        ("checkpoint", "remat2", 2),
+        ("custom_vjp", "custom_vjp_call", 2),
+        ("jit", "jit", 3),
+        ("shard_map", "shard_map", 2),
+    ],
+)
+def test_products_inside(program, primitive, count):
+    """What the equation holds runs on half operands."""
+    program = BY_NAME[program]
+    rewritten = trace(mixed_precision(program.fun, BF16), *program.args())
+    assert half_products_inside(rewritten, primitive) >= count
+
+
+def test_products_inside_custom_jvp():
+    w, x = w_and_x()
+
+    @jax.custom_jvp
+    def product(x):
+        return jnp.tanh(x @ w)
+
+    product.defjvps(lambda t, y, x: (t @ w) * (1 - y * y))
+    rewritten = trace(mixed_precision(lambda x: product(x) @ w, BF16), x)
+    assert half_products_inside(rewritten, "custom_jvp_call") == 1
+    tangent = trace(jax.grad(lambda x: mixed_precision(product, BF16)(x).sum()), x)
+    assert {d for e in products(tangent) for d in dtypes_in(e)} == {"bfloat16"}
+
+
+def test_compute_on_and_closed_call():
+    w, x = w_and_x()
+    f = jax.jit(lambda x: jnp.tanh(x @ w) @ w)
+    if hasattr(jax, "closure_convert"):
+        f = jax.closure_convert(f, x)[0]
+    rewritten = trace(mixed_precision(lambda x: f(x), BF16), x)
+    assert {d for e in products(rewritten) for d in dtypes_in(e)} == {"bfloat16"}
+
+    def on_host(x):
+        return jnp.tanh(x @ w) @ w
+
+    try:
+        device = jax.memory.Space.Device
+        host = compute_on(
+            on_host, compute_type="device_host", out_memory_spaces=device
+        )  # JAX >= 0.12
+    except TypeError:
+
+        def host(x):
+            with compute_on("device_host"):
+                return on_host(x)
+
+    rewritten = trace(mixed_precision(host, BF16), x)
+    assert len(products(rewritten)) == 2
+    assert {d for e in products(rewritten) for d in dtypes_in(e)} == {"bfloat16"}
+
+
+# What is left alone is said.
+
+
+def interpreted_kernel(x):
+    def kernel(ref, out):
+        out[...] = ref[...] * 2.0
+
+    return pl.pallas_call(
+        kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+    )(x)
+
+
+@jax.custom_batching.custom_vmap
+def own_batching(x):
+    return x * 2
+
+
+@own_batching.def_vmap
+def _own_batching_rule(axis_size, in_batched, x):
+    return x * 2, in_batched[0]
+
+
+OPAQUE = {
+    "pallas_call": interpreted_kernel,
+    "pure_callback": lambda x: jax.pure_callback(
+        lambda v: np.asarray(v), jax.ShapeDtypeStruct(x.shape, x.dtype), x
+    ),
+    "composite": lambda x: lax.composite(lambda x: jnp.sin(x), "my.sin")(x),
+    "custom_linear_solve": lambda x: (
+        jnp.linalg.solve(x.T @ x + 9 * jnp.eye(W, dtype=jnp.float32), x.T).T
+    ),
+    "custom_vmap_call": own_batching,
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_what_is_left_alone_is_reported(name, caplog):
+    """It keeps its dtypes, and the log says where and why."""
+    w, x = w_and_x()
+
+    def f(x):
+        return OPAQUE[name](x @ w) @ w
+
+    with caplog.at_level(logging.INFO, "jmp_rewrite"):
+        rewritten = trace(mixed_precision(f, BF16), x)
+    (eqn,) = eqns(rewritten, name)
+    assert "bfloat16" not in dtypes_in(eqn) + dtypes_out(eqn)
+    (line,) = [
+        r.getMessage() for r in caplog.records if r.getMessage().startswith(name)
+    ]
+    assert "test_higher_order.py" in line and "is not rewritten: " in line
+    bound = 16 * EPS[BF16]
+    assert relative_error(mixed_precision(f, BF16)(x), f(x)) < bound
+
+
+def test_unknown_primitives_are_reported(caplog):
+    """A primitive that nobody knows and that holds a program is named in the log."""
+    own = jex.Primitive("own_call")
+    own.def_abstract_eval(lambda x, fun: x)
+    w, x = w_and_x()
+
+    def f(x):
+        return own.bind(x @ w, fun=jnp.tanh) @ w
+
+    with caplog.at_level(logging.INFO, "jmp_rewrite"):
+        rewritten = trace(mixed_precision(f, BF16), x)
+    assert dtypes_in(eqns(rewritten, "own_call")[0]) == ["float32"]
+    assert any("own_call at" in r.getMessage() for r in caplog.records)
+
+
+def test_references_keep_their_dtype():
+    """What is written to a reference and read from it is float32."""
+    program = BY_NAME["references"]
+    rewritten = trace(mixed_precision(program.fun, BF16), *program.args())
+    for eqn in eqns(rewritten, "swap", "get", "addupdate", "new_ref", "ref"):
+        assert "bfloat16" not in dtypes_in(eqn) + dtypes_out(eqn)
+
+
+def test_callbacks_see_float32():
+    """A callback downstream of a half value sees what the user wrote it for."""
+    w, x = w_and_x()
+    seen = []
+
+    def f(x):
+        h = jnp.tanh(x @ w)
+        jax.debug.callback(lambda v: seen.append(np.asarray(v).dtype), h)
+        return h @ w
+
+    jax.block_until_ready(jax.jit(mixed_precision(f, BF16))(x))
+    jax.effects_barrier()
+    assert seen == [np.float32]
+
+
+# Carries, branches, sharing.
+
+
+def test_carry_that_starts_full_and_ends_half():
+    """A carry has one dtype although the body would return another."""
+    w, x = w_and_x()
+
+    def f(x):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), h @ w), x * 2, None, length=3)
+
+    for policy in HALF:
+        result = mixed_precision(f, policy)(x)
+        assert relative_error(result, f(x)) < 16 * EPS[policy]
+
+
+def test_swapped_carries():
+    """Two carries that change places have the same dtype."""
+    w, x = w_and_x()
+
+    def f(x, y):
+        body = lambda c, _: ((jnp.tanh(c[1] @ w), c[0]), None)  # noqa: E731
+        return lax.scan(body, (x, y), None, length=4)[0]
+
+    assert relative_error(mixed_precision(f, BF16)(x, x), f(x, x)) < 16 * EPS[BF16]
+
+
+def test_branches_agree():
+    """A dangerous result in one branch is cast to what the other returns."""
+    w, x = w_and_x()
+
+    def f(x, flag):
+        h = x @ w
+        h = lax.cond(flag, lambda h: jnp.exp(h), lambda h: jnp.tanh(h @ w), h)
+        return h @ w
+
+    rewritten = trace(mixed_precision(f, BF16), x, True)
+    (cond,) = eqns(rewritten, "cond")
+    outs = [
+        [str(v.aval.dtype) for v in open_jaxpr(b).outvars]
+        for b in cond.params["branches"]
+    ]
+    assert outs[0] == outs[1]
+    for flag in (True, False):
+        result = jax.jit(mixed_precision(f, BF16))(x, flag)
+        assert relative_error(result, f(x, flag)) < 16 * EPS[BF16]
+
+
+def distinct_blocks(jaxpr):
+    return {
+        id(e.params["jaxpr"]) for e in eqns(jaxpr, "jit") if e.params["name"] == "block"
+    }
+
+
+def test_a_shared_block_is_emitted_once():
+    """Six calls of one block with the same precisions hold one jaxpr."""
+    ws = weights(*[(W, W)] * 6)
+    (x,) = weights((4, W))
+
+    @jax.jit
+    def block(x, w):
+        return x + jnp.tanh(x @ w) @ w.T
+
+    def f(ws, x):
+        x = x @ ws[0]
+        for w in ws:
+            x = block(x, w)
+        return x @ ws[0]
+
+    assert len(distinct_blocks(trace(f, ws, x))) == 1
+    assert len(distinct_blocks(trace(mixed_precision(f, BF16), ws, x))) == 1
+
+
+def test_a_block_in_two_precisions_is_emitted_twice():
+    """One use under full_precision does not make the other full."""
+    from jmp_rewrite import full_precision
+
+    w, x = w_and_x()
+
+    @jax.jit
+    def block(x):
+        return jnp.tanh(x @ w) @ w
+
+    def f(x):
+        with full_precision():
+            y = block(x)
+        return block(y) @ w
+
+    found = products(trace(mixed_precision(f, BF16), x))
+    assert sorted(dtypes_in(e)[0] for e in found) == ["bfloat16"] * 3 + ["float32"] * 2
+
+
+def test_deep_sharing_is_analysed_once():
+    """2**20 uses of one block: an analysis of every use would not end."""
+    (w,) = weights((W, W))
+
+    def double(f, depth):
+        if depth == 0:
+            return f
+        inner = jax.jit(double(f, depth - 1))
+        return lambda x: inner(inner(x))
+
+    f = double(lambda x: jnp.tanh(x @ w), 20)
+    rewritten = trace(mixed_precision(f, BF16), jnp.ones((4, W)))
+    seen = {}
+    stack = [rewritten]
+    while stack:
+        jaxpr = open_jaxpr(stack.pop())
+        if id(jaxpr) in seen:
+            continue
+        seen[id(jaxpr)] = jaxpr
+        for eqn in jaxpr.eqns:
+            stack += jex.jaxprs_in_params(eqn.params)
+    half = [
+        e for j in seen.values() for e in j.eqns if e.primitive.name == "dot_general"
+    ]
+    assert half and {d for e in half for d in dtypes_in(e)} == {"bfloat16"}
+
+
+def test_long_programs():
+    """Analysis does not recurse over equations."""
+    w, x = w_and_x()
+
+    def f(x):
+        for _ in range(3000):
+            x = jnp.sin(x)
+        return x @ w
+
+    assert len(products(trace(mixed_precision(f, BF16), x))) == 1
+
+
+# Custom derivatives.
+
+
+def test_custom_vjp_with_nondiff_and_symbolic_zeros():
+    w, x = w_and_x()
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def apply(activation, x, w):
+        return activation(x @ w)
+
+    def fwd(activation, x, w):
+        x, w = (v.value if hasattr(v, "value") else v for v in (x, w))
+        return activation(x @ w), (x, w)
+
+    def bwd(activation, res, g):
+        x, w = res
+        if isinstance(g, jax.custom_derivatives.SymbolicZero):
+            g = jnp.zeros(g.shape, g.dtype)
+        return g @ w.T, x.T @ g
+
+    apply.defvjp(fwd, bwd, symbolic_zeros=True)
+
+    def f(x, w):
+        return jnp.sum(apply(jnp.tanh, jnp.tanh(x @ w), w))
+
+    exact = jax.grad(f, (0, 1))(x, w)
+    for grad in (
+        jax.grad(mixed_precision(f, BF16), (0, 1)),
+        mixed_precision(jax.grad(f, (0, 1)), BF16),
+    ):
+        result = jax.jit(grad)(x, w)
+        assert relative_error(result, exact) < 16 * EPS[BF16]
+        found = products(trace(grad, x, w))
+        assert {d for e in found for d in dtypes_in(e)} == {"bfloat16"}
+
+
+def test_a_rule_of_its_own_is_kept():
+    """The derivative is the rule's, not that of the body: here it is doubled."""
+
+    @jax.custom_vjp
+    def doubled(x):
+        return x
+
+    doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+    w, x = w_and_x()
+    f = mixed_precision(lambda x: jnp.sum(doubled(x @ w)), BF16)
+    plain = mixed_precision(lambda x: jnp.sum(x @ w), BF16)
+    bit_equal(jax.grad(f)(x), 2 * jax.grad(plain)(x))
+
+
+def test_gradient_of_a_scanned_custom_vjp():
+    w, x = w_and_x()
+
+    @jax.custom_vjp
+    def cell(h, w):
+        return jnp.tanh(h @ w)
+
+    cell.defvjp(
+        lambda h, w: (jnp.tanh(h @ w), (h, w)), lambda r, g: (g @ r[1].T, r[0].T @ g)
+    )
+
+    def f(w):
+        return jnp.sum(lax.scan(lambda h, _: (cell(h, w), None), x, None, length=3)[0])
+
+    exact = jax.grad(f)(w)
+    for grad in (
+        jax.grad(mixed_precision(f, BF16)),
+        mixed_precision(jax.grad(f), BF16),
+    ):
+        assert relative_error(jax.jit(grad)(w), exact) < 32 * EPS[BF16]
+
+
+def test_residuals_are_half():
+    """What the backward pass keeps of a decorated function is half where it may be."""
+    ws = weights((W, W), (W, W), (W, W))
+    (x,) = weights((64, W))
+
+    def f(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def kept(fun):
+        leaves = jax.tree.leaves(jax.eval_shape(lambda ws: jax.vjp(fun, ws, x)[1], ws))
+        return sum(v.size * v.dtype.itemsize for v in leaves if v.shape == x.shape)
+
+    assert kept(mixed_precision(f, BF16)) <= 0.75 * kept(f)
+
+
+# A jaxpr without a function.
+
+
+def test_jaxprs_of_every_kind():
+    """`mixed_precision_jaxpr` agrees with `mixed_precision`, constants included."""
+    for name in ("attention", "layers", "cond", "custom_vjp", "shard_map"):
+        program = BY_NAME[name]
+        args = program.args()
+        closed = jax.make_jaxpr(program.fun)(*args)
+        rewritten = mixed_precision_jaxpr(closed, BF16)
+        leaves = jax.tree.leaves(args)
+        result = jex.jaxpr_as_fun(rewritten)(*leaves)
+        expected = jax.tree.leaves(mixed_precision(program.fun, BF16)(*args))
+        assert [r.dtype for r in result] == [e.dtype for e in expected]
+        assert relative_error(list(result), expected) < 4 * EPS[BF16]
