@@ -44,9 +44,24 @@ from jmp_rewrite._transform import decide, mixed_precision  # noqa: E402
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 # float16 loses small gradients without a loss scale; the own mode gets the same one.
 SCALE = {"bfloat16": 1.0, "float16": 128.0}
-LIBRARIES = ("jax", "flax", "dm-haiku", "equinox", "keras", "diffrax", "numpyro",
-             "optax", "distrax", "rlax", "optimistix", "evosax", "blackjax", "flowjax",
-             "jraph", "transformers")
+LIBRARIES = (
+    "jax",
+    "flax",
+    "dm-haiku",
+    "equinox",
+    "keras",
+    "diffrax",
+    "numpyro",
+    "optax",
+    "distrax",
+    "rlax",
+    "optimistix",
+    "evosax",
+    "blackjax",
+    "flowjax",
+    "jraph",
+    "transformers",
+)
 TX = optax.adamw(1e-3)
 
 
@@ -91,8 +106,11 @@ def flops_by_dtype(jaxpr: Any, trips: float = 1.0) -> collections.Counter[str]:
             kind = dtypes.pop() if len(dtypes) == 1 else "mixed"
             total[kind] += trips * flops
         inner = jaxprs_in(eqn.params)
-        times = trips * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else (
-            trips / max(len(inner), 1) if eqn.primitive.name == "cond" else trips)
+        times = (
+            trips * eqn.params.get("length", 1)
+            if eqn.primitive.name == "scan"
+            else (trips / max(len(inner), 1) if eqn.primitive.name == "cond" else trips)
+        )
         for body in inner:
             total += flops_by_dtype(body, times)
     return total
@@ -119,9 +137,11 @@ def left_full(plan: Any) -> tuple[dict[str, float], dict[str, int]]:
             continue
         where = source_info_util.summarize(node.eqn.source_info)
         products[f"{node.name} at {_short(where)}: {reason}"] += (
-            node.trips * product_flops(node.eqn))
+            node.trips * product_flops(node.eqn)
+        )
     opaque = collections.Counter(
-        f"{eqn.primitive.name}: {why}" for eqn, _, why in plan.graph.opaque)
+        f"{eqn.primitive.name}: {why}" for eqn, _, why in plan.graph.opaque
+    )
     return dict(products.most_common(12)), dict(opaque + unknown)
 
 
@@ -145,8 +165,9 @@ def _float_leaves(tree: Any) -> list[np.ndarray]:
 def error(tree: Any, reference: Any, dtype: str) -> float:
     """Returns the relative error of the global norm, in eps of `dtype`."""
     ours, exact = _float_leaves(tree), _float_leaves(reference)
-    gap = math.sqrt(sum(float(np.sum(np.abs(a - b) ** 2))
-                        for a, b in zip(ours, exact, strict=True)))
+    gap = math.sqrt(
+        sum(float(np.sum(np.abs(a - b) ** 2)) for a, b in zip(ours, exact, strict=True))
+    )
     norm = math.sqrt(sum(float(np.sum(np.abs(b) ** 2)) for b in exact))
     return gap / max(norm, 1e-300) / float(jnp.finfo(dtype).eps)
 
@@ -155,8 +176,11 @@ def _errors(ours: Any, reference: Any, dtype: str) -> list[float]:
     """Returns the errors of outputs, gradients and loss."""
     (value, outputs), grads = ours
     (exact_value, exact_outputs), exact_grads = reference
-    return [error(outputs, exact_outputs, dtype), error(grads, exact_grads, dtype),
-            error(value, exact_value, dtype)]
+    return [
+        error(outputs, exact_outputs, dtype),
+        error(grads, exact_grads, dtype),
+        error(value, exact_value, dtype),
+    ]
 
 
 # ---- one program
@@ -190,7 +214,8 @@ def _step(loss: Any, scale: float) -> Any:
 def _types(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: (tuple(x.shape), str(x.dtype), bool(getattr(x, "weak_type", False))),
-        tree)
+        tree,
+    )
 
 
 def _trace(fun: Any, *args: Any) -> Any:
@@ -200,15 +225,19 @@ def _trace(fun: Any, *args: Any) -> Any:
 
 def _signature(fun: Any, *args: Any) -> Any:
     closed, shapes = _trace(fun, *args)
-    types = [(v.shape, str(v.dtype), getattr(v, "weak_type", False))
-             for v in closed.out_avals]
+    types = [
+        (v.shape, str(v.dtype), getattr(v, "weak_type", False))
+        for v in closed.out_avals
+    ]
     return closed, (jax.tree.structure(shapes), types)
 
 
 def _law_1(plain: Any, rewritten: Any) -> str:
     if plain[0] != rewritten[0]:
         return "tree differs"
-    wrong = [f"{a} -> {b}" for a, b in zip(plain[1], rewritten[1], strict=True) if a != b]
+    wrong = [
+        f"{a} -> {b}" for a, b in zip(plain[1], rewritten[1], strict=True) if a != b
+    ]
     return "; ".join(wrong[:3]) if wrong else "ok"
 
 
@@ -242,7 +271,8 @@ def _reference(plain: Any, closed: Any, shapes: Any, args: Any) -> Any:
     except (TypeError, ValueError):
         with jax.enable_x64(True):
             wide = jax.tree.map(
-                lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, args)
+                lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, args
+            )
             return jax.jit(plain)(*wide)
 
 
@@ -253,17 +283,23 @@ def _equations(jaxpr: Any) -> Any:
             yield from _equations(inner)
 
 
-def _measure_dtype(case: zoo_models.Case, dtype: str, params: Any, state: Any,
-                   batch: Any, reference: Any) -> dict[str, Any]:
+def _measure_dtype(
+    case: zoo_models.Case,
+    dtype: str,
+    params: Any,
+    state: Any,
+    batch: Any,
+    reference: Any,
+) -> dict[str, Any]:
     policy, scale, row = POLICIES[dtype], SCALE[dtype], {}
 
     def attempt(name: str, fun: Any) -> None:
         try:
             fun()
         except Exception as problem:
-            text = "".join(traceback.format_exception(problem))
             message = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            row.setdefault("failures", {})[name] = [message, text[-2500:]]
+            row.setdefault("failures", {})[name] = message[:400]
+            traceback.print_exception(problem, limit=-4)
 
     def forward() -> None:
         _, plain = _signature(case.loss, params, batch)
@@ -294,12 +330,19 @@ def _measure_dtype(case: zoo_models.Case, dtype: str, params: Any, state: Any,
         _, new_state, results, grads = out
         row["step_error"] = _errors((results, grads), reference, dtype)
         leaves = _float_leaves(new_state)
-        kept = all(x.dtype == y.dtype for x, y in zip(
-            jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True))
+        kept = all(
+            x.dtype == y.dtype
+            for x, y in zip(
+                jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True
+            )
+        )
         finite = all(np.isfinite(x).all() for x in leaves)
         exact = _exact_moments(new_state, grads)
-        row["state"] = "ok" if kept and finite and exact < 1e-6 else (
-            f"dtypes kept: {kept}, finite: {finite}, moments off by {exact:.1e}")
+        row["state"] = (
+            "ok"
+            if kept and finite and exact < 1e-6
+            else (f"dtypes kept: {kept}, finite: {finite}, moments off by {exact:.1e}")
+        )
         plan = decide(traced, as_policy(policy))
         row["step_full"], row["step_opaque"] = left_full(plan)
 
@@ -321,8 +364,10 @@ def _measure_dtype(case: zoo_models.Case, dtype: str, params: Any, state: Any,
 def _exact_moments(state: Any, grads: Any) -> float:
     """Compares Adam's first moments with 0.1 times the gradients, relatively."""
     moments, exact = _float_leaves(state[0].mu), _float_leaves(grads)
-    gaps = [np.max(np.abs(m - 0.1 * g) / (np.abs(0.1 * g) + 1e-30), initial=0)
-            for m, g in zip(moments, exact, strict=True)]
+    gaps = [
+        np.max(np.abs(m - 0.1 * g) / (np.abs(0.1 * g) + 1e-30), initial=0)
+        for m, g in zip(moments, exact, strict=True)
+    ]
     return float(max(gaps, default=0.0))
 
 
@@ -330,9 +375,7 @@ def _exact_moments(state: Any, grads: Any) -> float:
 
 
 def _number(x: Any) -> str:
-    if x is None:
-        return "-"
-    return f"{x:.0%}" if isinstance(x, str) else f"{x:.3g}"
+    return "-" if x is None else f"{x:.3g}"
 
 
 def _share(x: float | None) -> str:
@@ -343,15 +386,21 @@ def print_row(name: str, row: dict[str, Any], dtypes: list[str]) -> None:
     """Prints one program's lines."""
     for dtype in dtypes:
         r = row[dtype]
-        pair = lambda key: "/".join(map(_number, r.get(key, (None, None))[:2]))  # noqa: E731
+        loss, step, own = (
+            "/".join(map(_number, r.get(f"{form}_error", (None, None))[:2]))
+            for form in ("loss", "step", "own")
+        )
         laws = {r.get(k, "-") for k in ("loss_law_1", "grad_law_1", "step_law_1")}
-        print(f"{name:22s} {dtype:8s} {_share(r.get('loss_half')):>6s} "
-              f"{_share(r.get('step_half')):>6s} {_share(r.get('own_half')):>6s}  "
-              f"{pair('loss_error'):>17s} {pair('step_error'):>17s} "
-              f"{pair('own_error'):>17s}  {'ok' if laws == {'ok'} else laws} "
-              f"{r.get('state', '-')}", flush=True)
-        for form, (message, _) in r.get("failures", {}).items():
-            print(f"    FAILED {form}: {message[:400]}")
+        print(
+            f"{name:22s} {dtype:8s} {_share(r.get('loss_half')):>6s} "
+            f"{_share(r.get('step_half')):>6s} {_share(r.get('own_half')):>6s}  "
+            f"{loss:>17s} {step:>17s} "
+            f"{own:>17s}  {'ok' if laws == {'ok'} else laws} "
+            f"{r.get('state', '-')}",
+            flush=True,
+        )
+        for form, message in r.get("failures", {}).items():
+            print(f"    FAILED {form}: {message}")
     r = row[dtypes[0]]
     for text, flops in {**r.get("loss_full", {}), **r.get("step_full", {})}.items():
         print(f"    full: {text} ({flops:.3g} FLOPs)")
@@ -373,23 +422,33 @@ def versions() -> dict[str, str]:
 def main() -> None:
     """Runs the zoo."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", default=None,
-                        choices=sorted(zoo_models.PROGRAMS))
-    parser.add_argument("--dtype", nargs="+", choices=list(POLICIES),
-                        default=list(POLICIES))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        default=None,
+        choices=sorted(zoo_models.PROGRAMS),
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", choices=list(POLICIES), default=list(POLICIES)
+    )
     parser.add_argument("--json", metavar="OUT", help="where to write the results")
     options = parser.parse_args()
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(), "versions": versions(),
-        "programs": {}, "skipped": {},
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "programs": {},
+        "skipped": {},
     }
     if options.json and options.only and os.path.exists(options.json):
         with open(options.json) as file:  # a part is run again
             before = json.load(file)
         report["programs"], report["skipped"] = before["programs"], before["skipped"]
-    print(f"{'program':22s} {'dtype':8s} {'loss%':>6s} {'step%':>6s} {'own%':>6s}  "
-          f"{'loss out/grad':>17s} {'step out/grad':>17s} {'own out/grad':>17s}  "
-          "law 1, state")
+    print(
+        f"{'program':22s} {'dtype':8s} {'loss%':>6s} {'step%':>6s} {'own%':>6s}  "
+        f"{'loss out/grad':>17s} {'step out/grad':>17s} {'own out/grad':>17s}  "
+        "law 1, state"
+    )
     for name in options.only or zoo_models.PROGRAMS:
         try:
             case = zoo_models.PROGRAMS[name]()
@@ -400,8 +459,7 @@ def main() -> None:
         try:
             row = measure(case, options.dtype)
         except Exception as problem:
-            text = "".join(traceback.format_exception(problem))[-2500:]
-            report["skipped"][name] = "undecorated program failed: " + text
+            report["skipped"][name] = f"undecorated: {problem}"[:400]
             print(f"{name:22s} skipped, undecorated: {problem}"[:400], flush=True)
             continue
         report["programs"][name] = row

@@ -69,8 +69,10 @@ def _open(body: Any, consts: Any, args: Any) -> list[Any]:
 
 
 def _retrace(jaxpr: Any, avals: Any) -> Any:
-    wide = [a.update(dtype=_WIDER.get(getattr(a, "dtype", None), a.dtype),
-                     weak_type=False) for a in avals]
+    wide = [
+        a.update(dtype=_WIDER.get(getattr(a, "dtype", None), a.dtype), weak_type=False)
+        for a in avals
+    ]
     return jax.make_jaxpr(lambda *xs: _closed(jaxpr, xs))(*wide)
 
 
@@ -93,7 +95,10 @@ def _equation(eqn: Any, values: list[Any]) -> list[Any]:
         consts = params.get("update_consts") or ()
         aval = jax.core.ShapedArray((), values[2].dtype)
         closed = jax.make_jaxpr(lambda *xs: _open(inner, consts, xs))(aval, aval)
-        params["update_jaxpr"], params["update_consts"] = closed.jaxpr, tuple(closed.consts)
+        params["update_jaxpr"], params["update_consts"] = (
+            closed.jaxpr,
+            tuple(closed.consts),
+        )
     if name in ("reduce", "reduce_window") and "jaxpr" in params:
         params["jaxpr"] = _retrace(
             params["jaxpr"], [v.aval for v in params["jaxpr"].jaxpr.invars]
@@ -119,10 +124,11 @@ def _scan(eqn: Any, params: Any, values: list[Any]) -> list[Any]:
 
     def body(state: Any, x: Any) -> Any:
         outs = _closed(params["jaxpr"], [*head, *state, *x])
-        return outs[: len(init)], outs[len(init):]
+        return outs[: len(init)], outs[len(init) :]
 
-    state, ys = lax.scan(body, init, xs, length=params["length"],
-                         reverse=params["reverse"])
+    state, ys = lax.scan(
+        body, init, xs, length=params["length"], reverse=params["reverse"]
+    )
     return [*state, *ys]
 
 
@@ -151,9 +157,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _cond(eqn: Any, params: Any, values: list[Any]) -> list[Any]:
-    branches = [
-        (lambda *xs, b=branch: _closed(b, xs)) for branch in params["branches"]
-    ]
+    branches = [(lambda *xs, b=branch: _closed(b, xs)) for branch in params["branches"]]
     if values[0].dtype == np.bool_:
         return lax.cond(values[0], branches[1], branches[0], *values[1:])
     return lax.switch(values[0], branches, *values[1:])
@@ -163,5 +167,5 @@ def _custom_linear_solve(eqn: Any, params: Any, values: list[Any]) -> list[Any]:
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     start = lengths.matvec + lengths.vecmat
     total = start + lengths.solve + lengths.transpose_solve
-    consts = values[start: start + lengths.solve]
+    consts = values[start : start + lengths.solve]
     return _closed(jaxprs.solve, [*consts, *values[total:]])

@@ -71,7 +71,9 @@ def _mse(a: Any, b: Any) -> Any:
 # ---- Flax Linen
 
 
-def _linen(make: Callable[[Any], Any], x: Any, labels: Any, stats: bool = False) -> Case:
+def _linen(
+    make: Callable[[Any], Any], x: Any, labels: Any, stats: bool = False
+) -> Case:
     key = jax.random.key(1)
     variables = make(None).init({"params": key, "dropout": key}, x)
     rest = {k: v for k, v in variables.items() if k != "params"}
@@ -81,8 +83,12 @@ def _linen(make: Callable[[Any], Any], x: Any, labels: Any, stats: bool = False)
 
         def loss(params: Any, batch: Any) -> Any:
             x, labels, rest, key = batch
-            out = module.apply({"params": params, **rest}, x, rngs={"dropout": key},
-                               mutable=["batch_stats"] if stats else False)
+            out = module.apply(
+                {"params": params, **rest},
+                x,
+                rngs={"dropout": key},
+                mutable=["batch_stats"] if stats else False,
+            )
             logits, new = out if stats else (out, {})
             return _xent(logits, labels), (logits, new)
 
@@ -153,9 +159,13 @@ def linen_transformer() -> Case:
         def __call__(self, x: Any) -> Any:
             mask = nn.make_causal_mask(x)
             x = nn.Embed(VOCAB, WIDTH, dtype=self.dtype)(x)
-            layers = nn.scan(nn.remat(Block), variable_axes={"params": 0},
-                             split_rngs={"params": True}, in_axes=nn.broadcast,
-                             length=LAYERS)
+            layers = nn.scan(
+                nn.remat(Block),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=LAYERS,
+            )
             x, _ = layers(self.dtype)(x, mask)
             x = nn.LayerNorm(dtype=self.dtype)(x)
             return nn.Dense(VOCAB, dtype=self.dtype)(x)
@@ -244,7 +254,8 @@ def nnx_transformer() -> Case:
     class Block(nnx.Module):
         def __init__(self, rngs: Any, dtype: Any) -> None:
             self.attention = nnx.MultiHeadAttention(
-                4, WIDTH, decode=False, dtype=dtype, rngs=rngs)
+                4, WIDTH, decode=False, dtype=dtype, rngs=rngs
+            )
             self.norm1 = nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs)
             self.norm2 = nnx.RMSNorm(WIDTH, dtype=dtype, rngs=rngs)
             self.up = nnx.Linear(WIDTH, 4 * WIDTH, dtype=dtype, rngs=rngs)
@@ -272,8 +283,9 @@ def nnx_transformer() -> Case:
 # ---- Hugging Face transformers (Flax)
 
 
-def _hugging(name: str, config: Any, inputs: dict[str, Any],
-             labels: Any = None) -> Case:
+def _hugging(
+    name: str, config: Any, inputs: dict[str, Any], labels: Any = None
+) -> Case:
     import transformers
 
     cls = getattr(transformers, name)
@@ -305,14 +317,19 @@ class _OldNumpy:
         return jnp.clip(x, a_min, a_max)
 
 
-_BERT = dict(vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=LAYERS,
-             num_attention_heads=4, intermediate_size=2 * WIDTH,
-             max_position_embeddings=2 * LENGTH)
+_BERT = dict(
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    intermediate_size=2 * WIDTH,
+    max_position_embeddings=2 * LENGTH,
+)
 
 
 def _tokens(*rest: str) -> dict[str, Any]:
     tokens = _ints(0, VOCAB - 4, BATCH, LENGTH) + 3
-    mask = jnp.ones((BATCH, LENGTH), jnp.int32).at[0, LENGTH // 2:].set(0)
+    mask = jnp.ones((BATCH, LENGTH), jnp.int32).at[0, LENGTH // 2 :].set(0)
     return {"input_ids": tokens, "attention_mask": mask, **dict.fromkeys(rest, tokens)}
 
 
@@ -321,8 +338,9 @@ def hf_gpt2() -> Case:
     """FlaxGPT2LMHeadModel."""
     from transformers import GPT2Config
 
-    config = GPT2Config(vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=4,
-                        n_positions=2 * LENGTH)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=2 * LENGTH
+    )
     inputs = _tokens()
     return _hugging("FlaxGPT2LMHeadModel", config, inputs, inputs["input_ids"])
 
@@ -333,8 +351,9 @@ def hf_bert() -> Case:
     from transformers import BertConfig
 
     inputs = _tokens()
-    return _hugging("FlaxBertForMaskedLM", BertConfig(**_BERT), inputs,
-                    inputs["input_ids"])
+    return _hugging(
+        "FlaxBertForMaskedLM", BertConfig(**_BERT), inputs, inputs["input_ids"]
+    )
 
 
 @program
@@ -342,9 +361,12 @@ def hf_roberta() -> Case:
     """FlaxRobertaForSequenceClassification."""
     from transformers import RobertaConfig
 
-    return _hugging("FlaxRobertaForSequenceClassification",
-                    RobertaConfig(**_BERT, num_labels=3), _tokens(),
-                    _ints(3, 3, BATCH))
+    return _hugging(
+        "FlaxRobertaForSequenceClassification",
+        RobertaConfig(**_BERT, num_labels=3),
+        _tokens(),
+        _ints(3, 3, BATCH),
+    )
 
 
 @program
@@ -355,12 +377,20 @@ def hf_t5() -> Case:
 
     modeling_flax_t5.jnp = _OldNumpy()
 
-    config = T5Config(vocab_size=VOCAB, d_model=WIDTH, d_kv=12, d_ff=2 * WIDTH,
-                      num_layers=LAYERS, num_heads=4, decoder_start_token_id=0,
-                      pad_token_id=0)
+    config = T5Config(
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        d_kv=12,
+        d_ff=2 * WIDTH,
+        num_layers=LAYERS,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
     inputs = _tokens("decoder_input_ids")
-    return _hugging("FlaxT5ForConditionalGeneration", config, inputs,
-                    inputs["input_ids"])
+    return _hugging(
+        "FlaxT5ForConditionalGeneration", config, inputs, inputs["input_ids"]
+    )
 
 
 @program
@@ -368,13 +398,21 @@ def hf_bart() -> Case:
     """FlaxBartForConditionalGeneration."""
     from transformers import BartConfig
 
-    config = BartConfig(vocab_size=VOCAB, d_model=WIDTH, encoder_layers=LAYERS,
-                        decoder_layers=LAYERS, encoder_attention_heads=4,
-                        decoder_attention_heads=4, encoder_ffn_dim=2 * WIDTH,
-                        decoder_ffn_dim=2 * WIDTH, max_position_embeddings=2 * LENGTH)
+    config = BartConfig(
+        vocab_size=VOCAB,
+        d_model=WIDTH,
+        encoder_layers=LAYERS,
+        decoder_layers=LAYERS,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=2 * WIDTH,
+        decoder_ffn_dim=2 * WIDTH,
+        max_position_embeddings=2 * LENGTH,
+    )
     inputs = _tokens("decoder_input_ids")
-    return _hugging("FlaxBartForConditionalGeneration", config, inputs,
-                    inputs["input_ids"])
+    return _hugging(
+        "FlaxBartForConditionalGeneration", config, inputs, inputs["input_ids"]
+    )
 
 
 @program
@@ -382,12 +420,19 @@ def hf_vit() -> Case:
     """FlaxViTForImageClassification."""
     from transformers import ViTConfig
 
-    config = ViTConfig(hidden_size=WIDTH, num_hidden_layers=LAYERS,
-                       num_attention_heads=4, intermediate_size=2 * WIDTH,
-                       image_size=16, patch_size=4, num_labels=10)
+    config = ViTConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        intermediate_size=2 * WIDTH,
+        image_size=16,
+        patch_size=4,
+        num_labels=10,
+    )
     inputs = {"pixel_values": _normal(0, BATCH, 3, 16, 16)}
-    return _hugging("FlaxViTForImageClassification", config, inputs,
-                    _ints(1, 10, BATCH))
+    return _hugging(
+        "FlaxViTForImageClassification", config, inputs, _ints(1, 10, BATCH)
+    )
 
 
 @program
@@ -395,11 +440,17 @@ def hf_clip() -> Case:
     """FlaxCLIPModel with its contrastive loss."""
     from transformers import CLIPConfig
 
-    sizes = dict(hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-                 num_hidden_layers=LAYERS, num_attention_heads=4)
+    sizes = dict(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+    )
     config = CLIPConfig(
         text_config=dict(vocab_size=VOCAB, max_position_embeddings=LENGTH, **sizes),
-        vision_config=dict(image_size=16, patch_size=4, **sizes), projection_dim=32)
+        vision_config=dict(image_size=16, patch_size=4, **sizes),
+        projection_dim=32,
+    )
     inputs = {"pixel_values": _normal(0, BATCH, 3, 16, 16), **_tokens()}
     return _hugging("FlaxCLIPModel", config, inputs)
 
@@ -410,20 +461,40 @@ def hf_whisper() -> Case:
     from transformers import WhisperConfig
 
     config = WhisperConfig(
-        vocab_size=VOCAB, num_mel_bins=8, d_model=WIDTH, encoder_layers=LAYERS,
-        decoder_layers=LAYERS, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH, max_source_positions=16,
-        max_target_positions=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)
+        vocab_size=VOCAB,
+        num_mel_bins=8,
+        d_model=WIDTH,
+        encoder_layers=LAYERS,
+        decoder_layers=LAYERS,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=2 * WIDTH,
+        decoder_ffn_dim=2 * WIDTH,
+        max_source_positions=16,
+        max_target_positions=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
     tokens = _ints(0, VOCAB, BATCH, LENGTH)
     inputs = {"input_features": _normal(0, BATCH, 8, 32), "decoder_input_ids": tokens}
     return _hugging("FlaxWhisperForConditionalGeneration", config, inputs, tokens)
 
 
 def _llama(cls: Any, **more: Any) -> Any:
-    return cls(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-               num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4,
-               max_position_embeddings=2 * LENGTH, **more)
+    return cls(
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=2 * LENGTH,
+        **more,
+    )
 
 
 @program
@@ -432,8 +503,9 @@ def hf_llama() -> Case:
     from transformers import LlamaConfig
 
     inputs = _tokens()
-    return _hugging("FlaxLlamaForCausalLM", _llama(LlamaConfig), inputs,
-                    inputs["input_ids"])
+    return _hugging(
+        "FlaxLlamaForCausalLM", _llama(LlamaConfig), inputs, inputs["input_ids"]
+    )
 
 
 @program
@@ -442,8 +514,12 @@ def hf_mistral() -> Case:
     from transformers import MistralConfig
 
     inputs = _tokens()
-    return _hugging("FlaxMistralForCausalLM", _llama(MistralConfig, sliding_window=8),
-                    inputs, inputs["input_ids"])
+    return _hugging(
+        "FlaxMistralForCausalLM",
+        _llama(MistralConfig, sliding_window=8),
+        inputs,
+        inputs["input_ids"],
+    )
 
 
 @program
@@ -452,8 +528,12 @@ def hf_gemma() -> Case:
     from transformers import GemmaConfig
 
     inputs = _tokens()
-    return _hugging("FlaxGemmaForCausalLM", _llama(GemmaConfig, head_dim=12), inputs,
-                    inputs["input_ids"])
+    return _hugging(
+        "FlaxGemmaForCausalLM",
+        _llama(GemmaConfig, head_dim=12),
+        inputs,
+        inputs["input_ids"],
+    )
 
 
 @program
@@ -462,26 +542,37 @@ def hf_wav2vec2() -> Case:
     from transformers import FlaxWav2Vec2ForCTC, Wav2Vec2Config
 
     config = Wav2Vec2Config(
-        vocab_size=32, hidden_size=WIDTH, num_hidden_layers=LAYERS,
-        num_attention_heads=4, intermediate_size=2 * WIDTH, conv_dim=(16, 16, 16),
-        conv_stride=(5, 2, 2), conv_kernel=(10, 3, 3), num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=4, feat_extract_norm="layer",
-        do_stable_layer_norm=True, mask_time_prob=0.0)
+        vocab_size=32,
+        hidden_size=WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        intermediate_size=2 * WIDTH,
+        conv_dim=(16, 16, 16),
+        conv_stride=(5, 2, 2),
+        conv_kernel=(10, 3, 3),
+        num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=4,
+        feat_extract_norm="layer",
+        do_stable_layer_norm=True,
+        mask_time_prob=0.0,
+    )
     x = _normal(0, 2, 640)
     model = FlaxWav2Vec2ForCTC(config, seed=0, input_shape=(1, 640))
     labels = _ints(1, 31, 2, 6) + 1
 
     def build(dtype: Any) -> Loss:
-        model = FlaxWav2Vec2ForCTC(config, dtype=dtype or jnp.float32, _do_init=False,
-                                   input_shape=(1, 640))
+        model = FlaxWav2Vec2ForCTC(
+            config, dtype=dtype or jnp.float32, _do_init=False, input_shape=(1, 640)
+        )
 
         def loss(params: Any, batch: Any) -> Any:
             x, labels = batch
             logits = model(x, params=params, train=False).logits
             wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
             none = jnp.zeros
-            value = optax.ctc_loss(wide, none(logits.shape[:2]), labels,
-                                   none(labels.shape)).mean()
+            value = optax.ctc_loss(
+                wide, none(logits.shape[:2]), labels, none(labels.shape)
+            ).mean()
             return value, logits
 
         return loss
@@ -492,8 +583,13 @@ def hf_wav2vec2() -> Case:
 # ---- Haiku
 
 
-def _haiku(forward: Callable[..., Any], x: Any, labels: Any, classes: tuple[Any, ...],
-           full: tuple[Any, ...] = ()) -> Case:
+def _haiku(
+    forward: Callable[..., Any],
+    x: Any,
+    labels: Any,
+    classes: tuple[Any, ...],
+    full: tuple[Any, ...] = (),
+) -> Case:
     """`classes` compute in half in Haiku's own mode, `full` only return half."""
     import haiku as hk
     import jmp
@@ -527,12 +623,18 @@ def haiku_resnet() -> Case:
     import haiku as hk
 
     def forward(x: Any) -> Any:
-        net = hk.nets.ResNet((1, 1, 1, 1), 10, bottleneck=True,
-                             channels_per_group=(16, 32, 32, 32))
+        net = hk.nets.ResNet(
+            (1, 1, 1, 1), 10, bottleneck=True, channels_per_group=(16, 32, 32, 32)
+        )
         return net(x, is_training=True)
 
-    return _haiku(forward, _normal(0, 4, 32, 32, 3), _ints(1, 10, 4),
-                  (hk.nets.ResNet, hk.Conv2D, hk.Linear), (hk.BatchNorm,))
+    return _haiku(
+        forward,
+        _normal(0, 4, 32, 32, 3),
+        _ints(1, 10, 4),
+        (hk.nets.ResNet, hk.Conv2D, hk.Linear),
+        (hk.BatchNorm,),
+    )
 
 
 @program
@@ -544,8 +646,13 @@ def haiku_mobilenet() -> Case:
         net = hk.nets.MobileNetV1((1, 2, 2), (16, 32, 32), num_classes=10)
         return net(x, is_training=True)
 
-    return _haiku(forward, _normal(0, 4, 32, 32, 3), _ints(1, 10, 4),
-                  (hk.Conv2D, hk.DepthwiseConv2D, hk.Linear), (hk.BatchNorm,))
+    return _haiku(
+        forward,
+        _normal(0, 4, 32, 32, 3),
+        _ints(1, 10, 4),
+        (hk.Conv2D, hk.DepthwiseConv2D, hk.Linear),
+        (hk.BatchNorm,),
+    )
 
 
 @program
@@ -556,14 +663,16 @@ def haiku_transformer() -> Case:
     def forward(tokens: Any) -> Any:
         init = hk.initializers.VarianceScaling(2 / LAYERS)
         x = hk.Embed(VOCAB, WIDTH)(tokens)
-        positions = hk.get_parameter("positions", (LENGTH, WIDTH),
-                                     init=hk.initializers.TruncatedNormal(0.02))
+        positions = hk.get_parameter(
+            "positions", (LENGTH, WIDTH), init=hk.initializers.TruncatedNormal(0.02)
+        )
         x = x + positions.astype(x.dtype)
         mask = np.tril(np.ones((1, 1, LENGTH, LENGTH)))
         for _ in range(LAYERS):
             h = hk.LayerNorm(-1, True, True)(x)
             h = hk.MultiHeadAttention(4, 12, w_init=init, model_size=WIDTH)(
-                h, h, h, mask)
+                h, h, h, mask
+            )
             x = x + hk.dropout(hk.next_rng_key(), 0.1, h)
             h = hk.LayerNorm(-1, True, True)(x)
             h = hk.Linear(WIDTH)(jax.nn.gelu(hk.Linear(4 * WIDTH)(h)))
@@ -571,8 +680,13 @@ def haiku_transformer() -> Case:
         return hk.Linear(VOCAB)(hk.LayerNorm(-1, True, True)(x))
 
     tokens = _ints(0, VOCAB, BATCH, LENGTH)
-    return _haiku(forward, tokens, tokens, (hk.Linear, hk.Embed, hk.MultiHeadAttention),
-                  (hk.LayerNorm,))
+    return _haiku(
+        forward,
+        tokens,
+        tokens,
+        (hk.Linear, hk.Embed, hk.MultiHeadAttention),
+        (hk.LayerNorm,),
+    )
 
 
 @program
@@ -585,8 +699,12 @@ def haiku_lstm() -> Case:
         out, _ = hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))
         return hk.BatchApply(hk.Linear(10))(out)
 
-    return _haiku(forward, _normal(0, LENGTH, BATCH, 20), _ints(1, 10, LENGTH, BATCH),
-                  (hk.Linear,))
+    return _haiku(
+        forward,
+        _normal(0, LENGTH, BATCH, 20),
+        _ints(1, 10, LENGTH, BATCH),
+        (hk.Linear,),
+    )
 
 
 @program
@@ -601,8 +719,9 @@ def haiku_vqvae() -> Case:
         y = hk.Conv2DTranspose(3, 4, stride=2)(jax.nn.relu(vq["quantize"]))
         return jnp.mean((y - x) ** 2) + vq["loss"], y
 
-    return _haiku(forward, _normal(0, 4, 16, 16, 3), None,
-                  (hk.Conv2D, hk.Conv2DTranspose))
+    return _haiku(
+        forward, _normal(0, 4, 16, 16, 3), None, (hk.Conv2D, hk.Conv2DTranspose)
+    )
 
 
 # ---- Equinox, and what has no half mode: by hand one casts parameters and inputs
@@ -610,16 +729,29 @@ def haiku_vqvae() -> Case:
 
 def _to(dtype: Any, tree: Any) -> Any:
     return jax.tree.map(
-        lambda x: x.astype(dtype)
-        if str(getattr(x, "dtype", "")) in ("float32", "float64") else x, tree)
+        lambda x: (
+            x.astype(dtype)
+            if str(getattr(x, "dtype", "")) in ("float32", "float64")
+            else x
+        ),
+        tree,
+    )
 
 
 def _cast_all(loss: Loss) -> Callable[[Any], Loss]:
-    return lambda dtype: lambda params, batch: loss(_to(dtype, params), _to(dtype, batch))
+    return lambda dtype: (
+        lambda params, batch: loss(_to(dtype, params), _to(dtype, batch))
+    )
 
 
-def _equinox(model: Any, x: Any, labels: Any, call: Any = None, own: Any = None,
-             value: Any = _xent) -> Case:
+def _equinox(
+    model: Any,
+    x: Any,
+    labels: Any,
+    call: Any = None,
+    own: Any = None,
+    value: Any = _xent,
+) -> Case:
     """`own` builds `call` for a dtype; without it all parameters are cast."""
     import equinox as eqx
 
@@ -652,12 +784,19 @@ def equinox_cnn() -> Case:
     import equinox as eqx
 
     keys = jax.random.split(jax.random.key(0), 3)
-    model = eqx.nn.Sequential([
-        eqx.nn.Conv2d(3, 16, 3, key=keys[0]), eqx.nn.GroupNorm(4, 16),
-        eqx.nn.Lambda(jax.nn.relu), eqx.nn.MaxPool2d(2, 2),
-        eqx.nn.Conv2d(16, 32, 3, key=keys[1]), eqx.nn.Lambda(jax.nn.gelu),
-        eqx.nn.AdaptiveAvgPool2d(1), eqx.nn.Lambda(jnp.ravel),
-        eqx.nn.Linear(32, 10, key=keys[2])])
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(3, 16, 3, key=keys[0]),
+            eqx.nn.GroupNorm(4, 16),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.MaxPool2d(2, 2),
+            eqx.nn.Conv2d(16, 32, 3, key=keys[1]),
+            eqx.nn.Lambda(jax.nn.gelu),
+            eqx.nn.AdaptiveAvgPool2d(1),
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.Linear(32, 10, key=keys[2]),
+        ]
+    )
     return _equinox(model, _normal(0, 8, 3, 16, 16), _ints(1, 10, 8))
 
 
@@ -667,8 +806,10 @@ def equinox_gru() -> Case:
     import equinox as eqx
 
     keys = jax.random.split(jax.random.key(0))
-    model = (eqx.nn.GRUCell(20, WIDTH, key=keys[0]),
-             eqx.nn.Linear(WIDTH, 10, key=keys[1]))
+    model = (
+        eqx.nn.GRUCell(20, WIDTH, key=keys[0]),
+        eqx.nn.Linear(WIDTH, 10, key=keys[1]),
+    )
 
     def call(model: Any, x: Any) -> Any:
         cell, out = model
@@ -680,8 +821,9 @@ def equinox_gru() -> Case:
 
         return jax.vmap(one)(x)
 
-    return _equinox(model, _normal(0, BATCH, LENGTH, 20), _ints(1, 10, BATCH, LENGTH),
-                    call)
+    return _equinox(
+        model, _normal(0, BATCH, LENGTH, 20), _ints(1, 10, BATCH, LENGTH), call
+    )
 
 
 @program
@@ -690,10 +832,13 @@ def equinox_attention() -> Case:
     import equinox as eqx
 
     keys = jax.random.split(jax.random.key(0), 3)
-    model = (eqx.nn.Embedding(VOCAB, WIDTH, key=keys[0]),
-             eqx.nn.MultiheadAttention(4, WIDTH, key=keys[1]),
-             eqx.nn.LayerNorm(WIDTH), eqx.nn.RotaryPositionalEmbedding(12),
-             eqx.nn.Linear(WIDTH, VOCAB, key=keys[2]))
+    model = (
+        eqx.nn.Embedding(VOCAB, WIDTH, key=keys[0]),
+        eqx.nn.MultiheadAttention(4, WIDTH, key=keys[1]),
+        eqx.nn.LayerNorm(WIDTH),
+        eqx.nn.RotaryPositionalEmbedding(12),
+        eqx.nn.Linear(WIDTH, VOCAB, key=keys[2]),
+    )
 
     def call(model: Any, tokens: Any) -> Any:
         embed, attention, norm, rope, out = model
@@ -754,8 +899,12 @@ def keras_mobilenet_v2() -> Case:
 
     def make() -> Any:
         return keras.applications.MobileNetV2(
-            (32, 32, 3), alpha=0.35, weights=None, classes=10,
-            classifier_activation=None)
+            (32, 32, 3),
+            alpha=0.35,
+            weights=None,
+            classes=10,
+            classifier_activation=None,
+        )
 
     return _keras(make, _normal(0, 16, 32, 32, 3), _ints(1, 10, 16))
 
@@ -763,7 +912,6 @@ def keras_mobilenet_v2() -> Case:
 @program
 def keras_resnet() -> Case:
     """A small keras.applications ResNet (V2 blocks)."""
-    import keras
     from keras.src.applications import resnet
 
     def make() -> Any:
@@ -772,8 +920,15 @@ def keras_resnet() -> Case:
             return resnet.stack_residual_blocks_v2(x, 32, 2, name="conv3")
 
         return resnet.ResNet(
-            stack, preact=True, use_bias=True, weights_name="resnet50v2", weights=None,
-            input_shape=(32, 32, 3), classes=10, classifier_activation=None)
+            stack,
+            preact=True,
+            use_bias=True,
+            weights_name="resnet50v2",
+            weights=None,
+            input_shape=(32, 32, 3),
+            classes=10,
+            classifier_activation=None,
+        )
 
     return _keras(make, _normal(0, 4, 32, 32, 3), _ints(1, 10, 4))
 
@@ -785,10 +940,15 @@ def keras_lstm() -> Case:
 
     def make() -> Any:
         layers = keras.layers
-        return keras.Sequential([
-            keras.Input((LENGTH,), dtype="int32"), layers.Embedding(VOCAB, 20),
-            layers.Bidirectional(layers.LSTM(WIDTH // 2, return_sequences=True)),
-            layers.LSTM(WIDTH), layers.Dense(10)])
+        return keras.Sequential(
+            [
+                keras.Input((LENGTH,), dtype="int32"),
+                layers.Embedding(VOCAB, 20),
+                layers.Bidirectional(layers.LSTM(WIDTH // 2, return_sequences=True)),
+                layers.LSTM(WIDTH),
+                layers.Dense(10),
+            ]
+        )
 
     return _keras(make, _ints(0, VOCAB, BATCH, LENGTH), _ints(1, 10, BATCH))
 
@@ -817,16 +977,23 @@ def keras_attention() -> Case:
 @program
 def keras_efficientnet() -> Case:
     """keras.applications.EfficientNet, a narrow and shallow one."""
-    import keras
     from keras.src.applications import efficientnet
 
     def make() -> Any:
         return efficientnet.EfficientNet(
-            0.35, 0.2, 32, dropout_rate=0.0, drop_connect_rate=0.0, weights=None,
-            weights_name="efficientnetb0", input_shape=(32, 32, 3), classes=10,
-            classifier_activation=None, name="small")
+            0.35,
+            0.2,
+            32,
+            dropout_rate=0.0,
+            drop_connect_rate=0.0,
+            weights=None,
+            weights_name="efficientnetb0",
+            input_shape=(32, 32, 3),
+            classes=10,
+            classifier_activation=None,
+            name="small",
+        )
 
-    del keras
     return _keras(make, _normal(0, 4, 32, 32, 3), _ints(1, 10, 4))
 
 
@@ -856,8 +1023,9 @@ def diffrax_ode() -> Case:
     import diffrax
     import equinox as eqx
 
-    model = eqx.nn.MLP(4, 4, WIDTH, LAYERS, activation=jax.nn.softplus,
-                       key=jax.random.key(0))
+    model = eqx.nn.MLP(
+        4, 4, WIDTH, LAYERS, activation=jax.nn.softplus, key=jax.random.key(0)
+    )
     ts = jnp.linspace(0, 1, 8)
 
     def call(model: Any, x: Any) -> Any:
@@ -865,14 +1033,27 @@ def diffrax_ode() -> Case:
 
         def one(y: Any) -> Any:
             return diffrax.diffeqsolve(
-                term, diffrax.Tsit5(), 0.0, 1.0, 0.1, y,
+                term,
+                diffrax.Tsit5(),
+                0.0,
+                1.0,
+                0.1,
+                y,
                 stepsize_controller=diffrax.PIDController(1e-3, 1e-5),
-                saveat=diffrax.SaveAt(ts=ts), max_steps=64).ys
+                saveat=diffrax.SaveAt(ts=ts),
+                max_steps=64,
+            ).ys
 
         return jax.vmap(one)(x)
 
-    return _equinox(model, _normal(0, 8, 4), _normal(1, 8, 8, 4), call,
-                    _networks_in_half(call), _mse)
+    return _equinox(
+        model,
+        _normal(0, 8, 4),
+        _normal(1, 8, 8, 4),
+        call,
+        _networks_in_half(call),
+        _mse,
+    )
 
 
 @program
@@ -882,9 +1063,11 @@ def diffrax_cde() -> Case:
     import equinox as eqx
 
     keys = jax.random.split(jax.random.key(0), 3)
-    model = (eqx.nn.MLP(3, 16, WIDTH, 1, jax.nn.softplus, key=keys[0]),
-             eqx.nn.MLP(16, 48, WIDTH, 1, jax.nn.softplus, jnp.tanh, key=keys[1]),
-             eqx.nn.Linear(16, 10, key=keys[2]))
+    model = (
+        eqx.nn.MLP(3, 16, WIDTH, 1, jax.nn.softplus, key=keys[0]),
+        eqx.nn.MLP(16, 48, WIDTH, 1, jax.nn.softplus, jnp.tanh, key=keys[1]),
+        eqx.nn.Linear(16, 10, key=keys[2]),
+    )
     ts = jnp.linspace(0, 1, LENGTH)
 
     def call(model: Any, x: Any) -> Any:
@@ -894,15 +1077,18 @@ def diffrax_cde() -> Case:
             coefficients = diffrax.backward_hermite_coefficients(ts, xs)
             control = diffrax.CubicInterpolation(ts, coefficients)
             term = diffrax.ControlTerm(
-                lambda t, y, args: field(y).reshape(16, 3), control).to_ode()
-            solution = diffrax.diffeqsolve(term, diffrax.Heun(), 0.0, 1.0, 1 / 16,
-                                           first(xs[0]), max_steps=32)
+                lambda t, y, args: field(y).reshape(16, 3), control
+            ).to_ode()
+            solution = diffrax.diffeqsolve(
+                term, diffrax.Heun(), 0.0, 1.0, 1 / 16, first(xs[0]), max_steps=32
+            )
             return out(solution.ys[-1])
 
         return jax.vmap(one)(x)
 
-    return _equinox(model, _normal(0, 8, LENGTH, 3), _ints(1, 10, 8), call,
-                    _networks_in_half(call))
+    return _equinox(
+        model, _normal(0, 8, LENGTH, 3), _ints(1, 10, 8), call, _networks_in_half(call)
+    )
 
 
 @program
@@ -912,8 +1098,10 @@ def diffrax_sde() -> Case:
     import equinox as eqx
 
     keys = jax.random.split(jax.random.key(0))
-    model = (eqx.nn.MLP(4, 4, WIDTH, 1, jax.nn.softplus, key=keys[0]),
-             eqx.nn.MLP(4, 4, WIDTH, 1, jax.nn.softplus, jnp.tanh, key=keys[1]))
+    model = (
+        eqx.nn.MLP(4, 4, WIDTH, 1, jax.nn.softplus, key=keys[0]),
+        eqx.nn.MLP(4, 4, WIDTH, 1, jax.nn.softplus, jnp.tanh, key=keys[1]),
+    )
 
     def call(model: Any, x: Any) -> Any:
         drift, diffusion = model
@@ -922,14 +1110,22 @@ def diffrax_sde() -> Case:
             noise = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-2, (), jax.random.key(1))
             terms = diffrax.MultiTerm(
                 diffrax.ODETerm(lambda t, y, args: drift(y)),
-                diffrax.ControlTerm(lambda t, y, args: diffusion(y), noise))
-            return diffrax.diffeqsolve(terms, diffrax.EulerHeun(), 0.0, 1.0, 0.1, y,
-                                       max_steps=16).ys
+                diffrax.ControlTerm(lambda t, y, args: diffusion(y), noise),
+            )
+            return diffrax.diffeqsolve(
+                terms, diffrax.EulerHeun(), 0.0, 1.0, 0.1, y, max_steps=16
+            ).ys
 
         return jax.vmap(one)(x)
 
-    return _equinox(model, _normal(0, 8, 4), _normal(1, 8, 1, 4), call,
-                    _networks_in_half(call), _mse)
+    return _equinox(
+        model,
+        _normal(0, 8, 4),
+        _normal(1, 8, 1, 4),
+        call,
+        _networks_in_half(call),
+        _mse,
+    )
 
 
 @program
@@ -940,9 +1136,12 @@ def numpyro_svi() -> Case:
     from jax.example_libraries import stax
     from numpyro.infer import SVI, Trace_ELBO
 
-    encode = stax.serial(stax.Dense(WIDTH), stax.Softplus, stax.FanOut(2),
-                         stax.parallel(stax.Dense(8),
-                                       stax.serial(stax.Dense(8), stax.Exp)))
+    encode = stax.serial(
+        stax.Dense(WIDTH),
+        stax.Softplus,
+        stax.FanOut(2),
+        stax.parallel(stax.Dense(8), stax.serial(stax.Dense(8), stax.Exp)),
+    )
     decode = stax.serial(stax.Dense(WIDTH), stax.Softplus, stax.Dense(64), stax.Sigmoid)
 
     def model(x: Any) -> None:
@@ -984,8 +1183,9 @@ def numpyro_hmc() -> Case:
         numpyro.sample("y", dist.Normal(mean, scale), obs=y)
 
     x, y = _normal(0, 64, 20), _normal(1, 64)
-    info = initialize_model(jax.random.key(0), model, model_args=(x, y),
-                            dynamic_args=True)
+    info = initialize_model(
+        jax.random.key(0), model, model_args=(x, y), dynamic_args=True
+    )
 
     def loss(params: Any, batch: Any) -> Any:
         value = info.potential_fn(*batch)(params)
@@ -1005,13 +1205,16 @@ def blackjax_hmc() -> Case:
         x, y, key = batch
 
         def density(w: Any) -> Any:
-            return (-optax.sigmoid_binary_cross_entropy(x @ w, y).sum()
-                    - 0.5 * jnp.sum(w ** 2))
+            return -optax.sigmoid_binary_cross_entropy(x @ w, y).sum() - 0.5 * jnp.sum(
+                w**2
+            )
 
         kernel = blackjax.hmc(density, 1e-2, jnp.ones(20), 5)
         state, info = jax.lax.scan(
-            lambda s, k: kernel.step(k, s), kernel.init(params),
-            jax.random.split(key, 3))
+            lambda s, k: kernel.step(k, s),
+            kernel.init(params),
+            jax.random.split(key, 3),
+        )
         return -state.logdensity / 64, (state.position, info.energy)
 
     return Case(loss, 0.1 * _normal(2, 20), (x, y, jax.random.key(3)))
@@ -1027,19 +1230,29 @@ def distrax_flow() -> Case:
         layers = []
         mask = jnp.arange(8) % 2 == 0
         for _ in range(4):
-            net = hk.Sequential([hk.nets.MLP([WIDTH, WIDTH], activate_final=True),
-                                 hk.Linear(16), hk.Reshape((8, 2))])
-            layers.append(distrax.MaskedCoupling(
-                mask, net, lambda p: distrax.ScalarAffine(
-                    p[..., 0], log_scale=jnp.tanh(p[..., 1]))))
+            net = hk.Sequential(
+                [
+                    hk.nets.MLP([WIDTH, WIDTH], activate_final=True),
+                    hk.Linear(16),
+                    hk.Reshape((8, 2)),
+                ]
+            )
+            layers.append(
+                distrax.MaskedCoupling(
+                    mask,
+                    net,
+                    lambda p: distrax.ScalarAffine(
+                        p[..., 0], log_scale=jnp.tanh(p[..., 1])
+                    ),
+                )
+            )
             mask = ~mask
-        base = distrax.Independent(
-            distrax.Normal(jnp.zeros(8), jnp.ones(8)), 1)
+        base = distrax.Independent(distrax.Normal(jnp.zeros(8), jnp.ones(8)), 1)
         flow = distrax.Transformed(base, distrax.Inverse(distrax.Chain(layers)))
         value = flow.log_prob(x)
         return -value.mean(), value
 
-    return _haiku(forward, _normal(0, 32, 8), None, ())
+    return _haiku(forward, _normal(0, 32, 8), None, (hk.Linear,))
 
 
 @program
@@ -1052,11 +1265,17 @@ def flowjax_flow() -> Case:
     from flowjax.flows import masked_autoregressive_flow
 
     flow = masked_autoregressive_flow(
-        jax.random.key(0), base_dist=Normal(jnp.zeros(6)), nn_width=WIDTH,
-        flow_layers=2, transformer=RationalQuadraticSpline(knots=5, interval=4))
-    params, static = eqx.partition(flow, eqx.is_inexact_array,
-                                   is_leaf=lambda x: isinstance(
-                                       x, paramax.NonTrainable))
+        jax.random.key(0),
+        base_dist=Normal(jnp.zeros(6)),
+        nn_width=WIDTH,
+        flow_layers=2,
+        transformer=RationalQuadraticSpline(knots=5, interval=4),
+    )
+    params, static = eqx.partition(
+        flow,
+        eqx.is_inexact_array,
+        is_leaf=lambda x: isinstance(x, paramax.NonTrainable),
+    )
 
     def loss(params: Any, batch: Any) -> Any:
         value = paramax.unwrap(eqx.combine(params, static)).log_prob(batch)
@@ -1074,22 +1293,33 @@ def jraph_gnn() -> Case:
     def forward(x: Any) -> Any:
         nodes, edges, senders, receivers = x
         graph = jraph.GraphsTuple(
-            nodes, edges, receivers, senders, jnp.zeros((2, 8)),
-            jnp.array([12, 12]), jnp.array([40, 40]))
+            nodes,
+            edges,
+            receivers,
+            senders,
+            jnp.zeros((2, 8)),
+            jnp.array([12, 12]),
+            jnp.array([40, 40]),
+        )
 
         def update(name: str) -> Any:
             return jraph.concatenated_args(
-                lambda f: hk.nets.MLP([WIDTH, 16], name=name)(f))
+                lambda f: hk.nets.MLP([WIDTH, 16], name=name)(f)
+            )
 
         for i in range(LAYERS):
-            net = jraph.GraphNetwork(update(f"edge{i}"), update(f"node{i}"),
-                                     update(f"global{i}"))
+            net = jraph.GraphNetwork(
+                update(f"edge{i}"), update(f"node{i}"), update(f"global{i}")
+            )
             graph = net(graph)
         return hk.Linear(4)(graph.globals)
 
-    x = (_normal(0, 24, 8), _normal(1, 80, 4),
-         jnp.repeat(jnp.array([0, 12]), 40) + _ints(2, 12, 80),
-         jnp.repeat(jnp.array([0, 12]), 40) + _ints(3, 12, 80))
+    x = (
+        _normal(0, 24, 8),
+        _normal(1, 80, 4),
+        jnp.repeat(jnp.array([0, 12]), 40) + _ints(2, 12, 80),
+        jnp.repeat(jnp.array([0, 12]), 40) + _ints(3, 12, 80),
+    )
     return _haiku(forward, x, _ints(4, 4, 2), (hk.Linear,))
 
 
@@ -1101,13 +1331,16 @@ def jraph_gat() -> Case:
 
     def forward(x: Any) -> Any:
         nodes, senders, receivers = x
-        graph = jraph.GraphsTuple(nodes, None, receivers, senders, None,
-                                  jnp.array([24]), jnp.array([80]))
+        graph = jraph.GraphsTuple(
+            nodes, None, receivers, senders, None, jnp.array([24]), jnp.array([80])
+        )
         net = jraph.GAT(
             lambda n: hk.Linear(WIDTH)(n),
             lambda s, r, e: jax.nn.leaky_relu(
-                hk.Linear(1)(jnp.concatenate([s, r], -1))),
-            lambda n: jax.nn.elu(n))
+                hk.Linear(1)(jnp.concatenate([s, r], -1))
+            ),
+            lambda n: jax.nn.elu(n),
+        )
         return hk.Linear(4)(net(graph).nodes)
 
     x = (_normal(0, 24, 8), _ints(2, 24, 80), _ints(3, 24, 80))
@@ -1120,21 +1353,40 @@ def rlax_dqn() -> Case:
     import haiku as hk
     import rlax
 
-    net = hk.without_apply_rng(hk.transform(
-        lambda x: hk.nets.MLP([WIDTH, WIDTH, 6])(x)))
-    batch = (_normal(0, 32, 12), _ints(1, 6, 32), _normal(2, 32),
-             0.9 * jnp.ones(32), _normal(3, 32, 12))
+    net = hk.without_apply_rng(
+        hk.transform(lambda x: hk.nets.MLP([WIDTH, WIDTH, 6])(x))
+    )
+    batch = (
+        _normal(0, 32, 12),
+        _ints(1, 6, 32),
+        _normal(2, 32),
+        0.9 * jnp.ones(32),
+        _normal(3, 32, 12),
+    )
     params = net.init(jax.random.key(0), batch[0])
     target = net.init(jax.random.key(1), batch[0])
 
-    def loss(params: Any, batch: Any) -> Any:
-        obs, action, reward, discount, following, target = batch
-        error = jax.vmap(rlax.double_q_learning)(
-            net.apply(params, obs), action, reward, discount,
-            net.apply(target, following), net.apply(params, following))
-        return rlax.huber_loss(error).mean(), error
+    def build(dtype: Any) -> Loss:
+        def q(params: Any, obs: Any) -> Any:
+            if dtype is None:
+                return net.apply(params, obs)
+            return net.apply(_to(dtype, params), obs.astype(dtype)).astype(obs.dtype)
 
-    return Case(loss, params, (*batch, target))
+        def loss(params: Any, batch: Any) -> Any:
+            obs, action, reward, discount, following, target = batch
+            error = jax.vmap(rlax.double_q_learning)(
+                q(params, obs),
+                action,
+                reward,
+                discount,
+                q(target, following),
+                q(params, following),
+            )
+            return rlax.huber_loss(error).mean(), error
+
+        return loss
+
+    return Case(build(None), params, (*batch, target), build)
 
 
 @program
@@ -1154,17 +1406,22 @@ def rlax_impala() -> Case:
         def one(logits: Any, values: Any, a: Any, r: Any, mu: Any) -> Any:
             rho = rlax.categorical_importance_sampling_ratios(logits[:-1], mu, a)
             out = rlax.vtrace_td_error_and_advantage(
-                values[:-1], values[1:], r, 0.95 * jnp.ones_like(r), rho)
+                values[:-1], values[1:], r, 0.95 * jnp.ones_like(r), rho
+            )
             w = jnp.ones_like(r)
             pg = rlax.policy_gradient_loss(logits[:-1], a, out.pg_advantage, w)
             entropy = rlax.entropy_loss(logits[:-1], w)
-            return pg + 0.5 * jnp.mean(out.errors ** 2) + 0.01 * entropy
+            return pg + 0.5 * jnp.mean(out.errors**2) + 0.01 * entropy
 
         value = jax.vmap(one, (1, 1, 1, 1, 1))(logits, values, actions, rewards, mu)
         return value.mean(), (logits, values)
 
-    x = (_normal(0, LENGTH + 1, BATCH, 12), _ints(1, 6, LENGTH, BATCH),
-         _normal(2, LENGTH, BATCH), _normal(3, LENGTH, BATCH, 6))
+    x = (
+        _normal(0, LENGTH + 1, BATCH, 12),
+        _ints(1, 6, LENGTH, BATCH),
+        _normal(2, LENGTH, BATCH),
+        _normal(3, LENGTH, BATCH, 6),
+    )
     return _haiku(forward, x, None, (hk.Linear,))
 
 
@@ -1196,8 +1453,9 @@ def optax_ctc() -> Case:
     """optax.ctc_loss on a convolutional acoustic model."""
     import flax.linen as nn
 
-    module = nn.Sequential([nn.Conv(WIDTH, (5,)), nn.relu, nn.Conv(WIDTH, (5,)),
-                            nn.relu, nn.Dense(20)])
+    module = nn.Sequential(
+        [nn.Conv(WIDTH, (5,)), nn.relu, nn.Conv(WIDTH, (5,)), nn.relu, nn.Dense(20)]
+    )
     x, labels = _normal(0, BATCH, 32, 13), _ints(1, 19, BATCH, 8) + 1
     params = module.init(jax.random.key(0), x)
 
@@ -1206,8 +1464,9 @@ def optax_ctc() -> Case:
         logits = module.apply(params, x)
         wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         zeros = jnp.zeros
-        value = optax.ctc_loss(wide, zeros(logits.shape[:2]), labels,
-                               zeros(labels.shape)).mean()
+        value = optax.ctc_loss(
+            wide, zeros(logits.shape[:2]), labels, zeros(labels.shape)
+        ).mean()
         return value, logits
 
     return Case(loss, params, (x, labels), _cast_all(loss))
@@ -1255,13 +1514,18 @@ def scipy_signal() -> Case:
     """A learned filter bank: jax.scipy.signal, special functions, FFT."""
     import jax.scipy as jsp
 
-    params = {"bank": 0.3 * _normal(0, 8, 9), "out": 0.3 * _normal(1, 8, 4),
-              "shape": jnp.zeros(4)}
+    params = {
+        "bank": 0.3 * _normal(0, 8, 9),
+        "out": 0.3 * _normal(1, 8, 4),
+        "shape": jnp.zeros(4),
+    }
 
     def loss(params: Any, batch: Any) -> Any:
         x, y = batch
-        conv = jax.vmap(jax.vmap(
-            lambda a, b: jsp.signal.convolve(a, b, mode="same"), (None, 0)), (0, None))
+        conv = jax.vmap(
+            jax.vmap(lambda a, b: jsp.signal.convolve(a, b, mode="same"), (None, 0)),
+            (0, None),
+        )
         h = jsp.special.erf(conv(x, params["bank"]))
         power = jnp.abs(jnp.fft.rfft(h)) ** 2
         logits = jnp.log1p(power.mean(-1)) @ params["out"]
@@ -1281,8 +1545,11 @@ def optimistix_implicit() -> Case:
     import optimistix
 
     keys = jax.random.split(jax.random.key(0), 3)
-    model = (eqx.nn.Linear(20, 16, key=keys[0]), eqx.nn.Linear(16, 16, key=keys[1]),
-             eqx.nn.Linear(16, 10, key=keys[2]))
+    model = (
+        eqx.nn.Linear(20, 16, key=keys[0]),
+        eqx.nn.Linear(16, 16, key=keys[1]),
+        eqx.nn.Linear(16, 10, key=keys[2]),
+    )
 
     def call(model: Any, x: Any) -> Any:
         first, inner, out = model
@@ -1291,14 +1558,20 @@ def optimistix_implicit() -> Case:
         def one(x: Any) -> Any:
             u = first(x)
             z = optimistix.fixed_point(
-                lambda z, u: jnp.tanh(inner(z) * 0.5 + u), solver,
-                jnp.zeros(16), u, throw=False, max_steps=16).value
+                lambda z, u: jnp.tanh(inner(z) * 0.5 + u),
+                solver,
+                jnp.zeros(16),
+                u,
+                throw=False,
+                max_steps=16,
+            ).value
             return out(z)
 
         return jax.vmap(one)(x)
 
-    return _equinox(model, _normal(0, 8, 20), _ints(1, 10, 8), call,
-                    _networks_in_half(call))
+    return _equinox(
+        model, _normal(0, 8, 20), _ints(1, 10, 8), call, _networks_in_half(call)
+    )
 
 
 @program
@@ -1307,14 +1580,24 @@ def stax_resnet() -> Case:
     from jax.example_libraries import stax
 
     def block(width: int) -> Any:
-        main = stax.serial(stax.Conv(width, (3, 3), padding="SAME"), stax.BatchNorm(),
-                           stax.Relu, stax.Conv(width, (3, 3), padding="SAME"))
-        return stax.serial(stax.FanOut(2), stax.parallel(main, stax.Identity),
-                           stax.FanInSum, stax.Relu)
+        main = stax.serial(
+            stax.Conv(width, (3, 3), padding="SAME"),
+            stax.BatchNorm(),
+            stax.Relu,
+            stax.Conv(width, (3, 3), padding="SAME"),
+        )
+        return stax.serial(
+            stax.FanOut(2), stax.parallel(main, stax.Identity), stax.FanInSum, stax.Relu
+        )
 
     init, apply = stax.serial(
-        stax.Conv(16, (3, 3), padding="SAME"), block(16), stax.AvgPool((4, 4)),
-        stax.Flatten, stax.Dense(10), stax.LogSoftmax)
+        stax.Conv(16, (3, 3), padding="SAME"),
+        block(16),
+        stax.AvgPool((4, 4)),
+        stax.Flatten,
+        stax.Dense(10),
+        stax.LogSoftmax,
+    )
     _, params = init(jax.random.key(0), (4, 16, 16, 3))
 
     def loss(params: Any, batch: Any) -> Any:
@@ -1348,5 +1631,3 @@ def evosax_strategy() -> Case:
     state = strategy.init(jax.random.key(0), params, setup)
     batch = (_normal(2, 32, 12), _normal(3, 32, 4), jax.random.key(4), state)
     return Case(loss, params, batch)
-
-

@@ -19,7 +19,8 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_TRACEBACK_FILTERING"] = "off"
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4")
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -33,7 +34,8 @@ mixed = mixed_precision("mixed_bfloat16")
 X = jax.random.normal(jax.random.key(0), (16, 12))
 Y = jax.random.normal(jax.random.key(1), (16, 4))
 PARAMS = {
-    "w1": 0.3 * jax.random.normal(jax.random.key(2), (12, 24)), "b1": jnp.zeros(24),
+    "w1": 0.3 * jax.random.normal(jax.random.key(2), (12, 24)),
+    "b1": jnp.zeros(24),
     "w2": 0.3 * jax.random.normal(jax.random.key(3), (24, 4)),
 }
 TX = optax.adam(1e-3)
@@ -100,7 +102,7 @@ def grad_of_grad_outside() -> Any:
     def f(loss: Any) -> Any:
         def penalty(p: Any) -> Any:
             g = jax.grad(loss, 1)(p, X, Y)
-            return jnp.sum(g ** 2)
+            return jnp.sum(g**2)
 
         return jax.grad(penalty)(PARAMS)
 
@@ -153,7 +155,8 @@ def linearize() -> Any:
 def linear_transpose() -> Any:
     def f(m: Any) -> Any:
         return jax.linear_transpose(m(lambda x: x @ PARAMS["w1"]), X)(
-            jnp.ones((16, 24)))
+            jnp.ones((16, 24))
+        )
 
     return f(mixed), f(lambda f: f)
 
@@ -284,19 +287,22 @@ def sharded_jit() -> Any:
     mesh = _mesh()
     spec = jax.sharding.NamedSharding(mesh, jax.P("d"))
     x, y = jax.device_put((X, Y), spec)
-    return (jax.jit(jax.grad(mixed(loss)))(PARAMS, x, y),
-            jax.grad(loss)(PARAMS, X, Y))
+    return (jax.jit(jax.grad(mixed(loss)))(PARAMS, x, y), jax.grad(loss)(PARAMS, X, Y))
 
 
 def _data_parallel(loss: Any) -> Any:
     mesh = _mesh()
 
-    @functools.partial(jax.shard_map, mesh=mesh,
-                       in_specs=(jax.P(), jax.P("d"), jax.P("d")),
-                       out_specs=(jax.P(), jax.P()))
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P("d"), jax.P("d")),
+        out_specs=(jax.P(), jax.P()),
+    )
     def f(p: Any, x: Any, y: Any) -> Any:
-        value, grads = jax.value_and_grad(
-            lambda p: jax.lax.pmean(loss(p, x, y), "d"))(p)
+        value, grads = jax.value_and_grad(lambda p: jax.lax.pmean(loss(p, x, y), "d"))(
+            p
+        )
         return value, grads
 
     return f
@@ -304,14 +310,18 @@ def _data_parallel(loss: Any) -> Any:
 
 @use
 def shard_map_outside() -> Any:
-    return (jax.jit(_data_parallel(mixed(loss)))(PARAMS, X, Y),
-            jax.value_and_grad(loss)(PARAMS, X, Y))
+    return (
+        jax.jit(_data_parallel(mixed(loss)))(PARAMS, X, Y),
+        jax.value_and_grad(loss)(PARAMS, X, Y),
+    )
 
 
 @use
 def shard_map_inside() -> Any:
-    return (jax.jit(mixed(_data_parallel(loss)))(PARAMS, X, Y),
-            jax.value_and_grad(loss)(PARAMS, X, Y))
+    return (
+        jax.jit(mixed(_data_parallel(loss)))(PARAMS, X, Y),
+        jax.value_and_grad(loss)(PARAMS, X, Y),
+    )
 
 
 @use
@@ -328,9 +338,12 @@ def nnx_jit() -> Any:
     from flax import nnx
 
     def make() -> Any:
-        model = nnx.Sequential(nnx.Linear(12, 24, rngs=nnx.Rngs(0)), nnx.relu,
-                               nnx.BatchNorm(24, rngs=nnx.Rngs(0)),
-                               nnx.Linear(24, 4, rngs=nnx.Rngs(1)))
+        model = nnx.Sequential(
+            nnx.Linear(12, 24, rngs=nnx.Rngs(0)),
+            nnx.relu,
+            nnx.BatchNorm(24, rngs=nnx.Rngs(0)),
+            nnx.Linear(24, 4, rngs=nnx.Rngs(1)),
+        )
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     def train(wrap: Any) -> Any:
@@ -346,7 +359,8 @@ def nnx_jit() -> Any:
                 return value, nnx.state(m, nnx.BatchStat)
 
             (value, stats), grads = jax.value_and_grad(wrap(f), has_aux=True)(
-                params, rest, x, y)
+                params, rest, x, y
+            )
             nnx.update(model, stats)
             optimizer.update(model, grads)
             return value
@@ -447,8 +461,10 @@ def eqx_returns_module() -> Any:
         grads = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x) ** 2))(model)
         return eqx.apply_updates(model, grads)
 
-    return (eqx.filter(mixed(f)(model, X), eqx.is_array),
-            eqx.filter(f(model, X), eqx.is_array))
+    return (
+        eqx.filter(mixed(f)(model, X), eqx.is_array),
+        eqx.filter(f(model, X), eqx.is_array),
+    )
 
 
 @use
@@ -523,8 +539,9 @@ def optax_muon() -> Any:
 
 @use
 def optax_adafactor_and_sam() -> Any:
-    tx = optax.chain(optax.clip_by_global_norm(1.0),
-                     optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adafactor(1e-3, min_dim_size_to_factor=4)
+    )
 
     def f(p: Any, s: Any) -> Any:
         grads = jax.grad(loss)(p, X, Y)
@@ -542,8 +559,10 @@ def custom_rules() -> Any:
     def clip(x: Any, w: Any) -> Any:
         return x @ w
 
-    clip.defvjp(lambda x, w: (x @ w, (x, w)),
-                lambda r, g: (jnp.clip(g, -1, 1) @ r[1].T, r[0].T @ g))
+    clip.defvjp(
+        lambda x, w: (x @ w, (x, w)),
+        lambda r, g: (jnp.clip(g, -1, 1) @ r[1].T, r[0].T @ g),
+    )
 
     @jax.custom_jvp
     def softer(x: Any) -> Any:
@@ -554,8 +573,13 @@ def custom_rules() -> Any:
     def f(p: Any) -> Any:
         return jnp.mean(softer(clip(clip(X, p["w1"]), p["w2"])) ** 2)
 
-    out = lambda m: (jax.grad(m(f))(PARAMS), m(jax.grad(f))(PARAMS),  # noqa: E731
-                     jax.vmap(m(lambda x: softer(clip(x, PARAMS["w1"]))))(X[:, None]))
+    def out(m: Any) -> Any:
+        return (
+            jax.grad(m(f))(PARAMS),
+            m(jax.grad(f))(PARAMS),
+            jax.vmap(m(lambda x: softer(clip(x, PARAMS["w1"]))))(X[:, None]),
+        )
+
     return out(mixed), out(lambda f: f)
 
 
@@ -602,8 +626,13 @@ def complex_and_integer_parts() -> Any:
     def f(p: Any, x: Any) -> Any:
         h = net(p, x)
         spectrum = jnp.fft.fft(h) @ jnp.ones((4, 4), jnp.complex64)
-        return {"s": spectrum, "top": jnp.argmax(h, -1), "abs": jnp.abs(spectrum),
-                "none": None, "flag": h.sum() > 1e9}
+        return {
+            "s": spectrum,
+            "top": jnp.argmax(h, -1),
+            "abs": jnp.abs(spectrum),
+            "none": None,
+            "flag": h.sum() > 1e9,
+        }
 
     return mixed(f)(PARAMS, X), f(PARAMS, X)
 
@@ -647,7 +676,8 @@ def strict_promotion() -> Any:
         w = PARAMS["w1"][:, :12]
         f = lambda x: jax.nn.softmax(jax.nn.relu(x @ w) @ w)  # noqa: E731
         return jax.grad(lambda x: mixed(f)(x)[0, 0])(X), (
-            jax.grad(lambda x: f(x)[0, 0])(X))
+            jax.grad(lambda x: f(x)[0, 0])(X)
+        )
 
 
 @use
@@ -659,8 +689,10 @@ def debug_nans() -> Any:
 @use
 def tracer_leaks() -> Any:
     with jax.checking_leaks():
-        return (jax.jit(jax.grad(mixed(loss)))(PARAMS, X, Y),
-                jax.grad(loss)(PARAMS, X, Y))
+        return (
+            jax.jit(jax.grad(mixed(loss)))(PARAMS, X, Y),
+            jax.grad(loss)(PARAMS, X, Y),
+        )
 
 
 @use
@@ -704,12 +736,18 @@ def associative_scan_and_map() -> Any:
 @use
 def switch_and_while() -> Any:
     def f(p: Any, x: Any, i: Any) -> Any:
-        branches = [lambda h: h @ p["w2"], lambda h: jnp.exp(-h @ p["w2"]),
-                    lambda h: jnp.zeros((16, 4))]
+        branches = [
+            lambda h: h @ p["w2"],
+            lambda h: jnp.exp(-h @ p["w2"]),
+            lambda h: jnp.zeros((16, 4)),
+        ]
         h = jnp.tanh(x @ p["w1"])
         out = jax.lax.switch(i, branches, h)
-        return jax.lax.while_loop(lambda s: jnp.sum(s ** 2) > 1,
-                                  lambda s: 0.5 * (s @ p["w2"].T @ p["w2"]) / 8, out)
+        return jax.lax.while_loop(
+            lambda s: jnp.sum(s**2) > 1,
+            lambda s: 0.5 * (s @ p["w2"].T @ p["w2"]) / 8,
+            out,
+        )
 
     args = PARAMS, X, jnp.int32(1)
     return jax.jit(mixed(f))(*args), f(*args)
@@ -722,8 +760,10 @@ def dot_product_attention() -> Any:
     def f(q: Any) -> Any:
         return jax.nn.dot_product_attention(q, q, q, is_causal=True)
 
-    return (jax.grad(lambda q: mixed(f)(q).sum() ** 2)(q),
-            jax.grad(lambda q: f(q).sum() ** 2)(q))
+    return (
+        jax.grad(lambda q: mixed(f)(q).sum() ** 2)(q),
+        jax.grad(lambda q: f(q).sum() ** 2)(q),
+    )
 
 
 @use
@@ -750,6 +790,252 @@ def composite() -> Any:
         return layer(x, p["w1"]) @ p["w2"]
 
     return jax.jit(mixed(f))(PARAMS, X), f(PARAMS, X)
+
+
+def _everywhere(f: Any) -> Any:
+    """The value; the gradient of the decorated; the decorated gradient."""
+    g = jax.grad(lambda p, x: jnp.mean(jax.tree.leaves(f(p, x))[0] ** 2))
+
+    def call(m: Any) -> Any:
+        h = m(f)
+        outer = jax.grad(lambda p, x: jnp.mean(jax.tree.leaves(h(p, x))[0] ** 2))
+        return h(PARAMS, X), outer(PARAMS, X), jax.jit(m(g))(PARAMS, X)
+
+    return call(mixed), call(lambda f: f)
+
+
+@use
+def mixture_of_experts_ragged_dot() -> Any:
+    experts = 0.3 * jax.random.normal(jax.random.key(4), (3, 24, 4))
+
+    def f(p: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ p["w1"])
+        return jax.lax.ragged_dot(h, experts * p["w2"].sum(), jnp.array([5, 4, 7]))
+
+    return _everywhere(f)
+
+
+@use
+def mixture_of_experts_top_k() -> Any:
+    experts = 0.3 * jax.random.normal(jax.random.key(4), (4, 12, 24))
+
+    def f(p: Any, x: Any) -> Any:
+        weight, index = jax.lax.top_k(jax.nn.softmax(3 * x[:, :4]), 2)
+        h = jnp.einsum("bi,bkio->bko", x, experts[index])
+        return jnp.einsum("bko,bk->bo", jax.nn.gelu(h + p["w1"][0]), weight) @ p["w2"]
+
+    return _everywhere(f)
+
+
+@use
+def sparse_bcoo() -> Any:
+    from jax.experimental import sparse
+
+    a = sparse.BCOO.fromdense((X > 0.5) * X)
+
+    def f(p: Any, x: Any) -> Any:
+        return jnp.tanh(a @ p["w1"]) @ p["w2"]
+
+    return _everywhere(f)
+
+
+@use
+def odeint() -> Any:
+    from jax.experimental.ode import odeint
+
+    def f(p: Any, x: Any) -> Any:
+        def field(y: Any, t: Any, p: Any) -> Any:
+            return jnp.tanh(y @ p["w1"]) @ p["w1"].T * 0.1 - y
+
+        return odeint(field, x, jnp.linspace(0.0, 1.0, 3), p, rtol=1e-3)
+
+    return _everywhere(f)
+
+
+@use
+def conjugate_gradient() -> Any:
+    def f(p: Any, x: Any) -> Any:
+        m = p["w1"] @ p["w1"].T + jnp.eye(12)
+        return jax.scipy.sparse.linalg.cg(lambda v: m @ v, x[0], maxiter=30)[0]
+
+    return _everywhere(f)
+
+
+@use
+def linear_algebra() -> Any:
+    def f(p: Any, x: Any) -> Any:
+        m = p["w1"] @ p["w1"].T + jnp.eye(12)
+        q, r = jnp.linalg.qr(m)
+        return (
+            jnp.linalg.eigvalsh(m),
+            jnp.linalg.cholesky(m),
+            q @ r,
+            jnp.linalg.slogdet(m)[1],
+            jnp.linalg.inv(m) @ x.T,
+        )
+
+    return _everywhere(f)
+
+
+@use
+def matrix_power_iteration() -> Any:
+    def f(p: Any, x: Any) -> Any:  # spectral normalization
+        def body(v: Any, _: Any) -> Any:
+            v = p["w1"] @ (p["w1"].T @ v)
+            return v / jnp.linalg.norm(v), None
+
+        v, _ = jax.lax.scan(body, jnp.ones(12) / 12**0.5, None, length=10)
+        sigma = jnp.linalg.norm(p["w1"].T @ v)
+        return x @ (p["w1"] / sigma)
+
+    return _everywhere(f)
+
+
+@use
+def custom_root() -> Any:
+    def f(p: Any, x: Any) -> Any:
+        m = p["w1"] @ p["w1"].T / 4 + jnp.eye(12)
+        return jax.lax.custom_root(
+            lambda v: m @ v - x[0],
+            x[0],
+            lambda g, v: jnp.linalg.solve(m, x[0]),
+            lambda g, b: jnp.linalg.solve(jax.jacobian(g)(b), b),
+        )
+
+    return _everywhere(f)
+
+
+@use
+def convolutions_of_all_kinds() -> Any:
+    x = jax.random.normal(jax.random.key(5), (2, 8, 8, 4))
+    k = 0.3 * jax.random.normal(jax.random.key(6), (3, 3, 2, 8))
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def f(p: Any, _: Any) -> Any:
+        y = jax.lax.conv_general_dilated(
+            x,
+            k * p["w2"][0, 0],
+            (1, 1),
+            "SAME",
+            rhs_dilation=(2, 2),
+            feature_group_count=2,
+            dimension_numbers=numbers,
+        )
+        z = jax.lax.conv_transpose(y, 0.3 * jnp.tile(k, (1, 1, 4, 1)), (2, 2), "SAME")
+        patches = jax.lax.conv_general_dilated_patches(
+            z, (3, 3), (2, 2), "VALID", dimension_numbers=numbers
+        )
+        return patches.mean((1, 2)) @ jnp.tile(p["w1"], (6, 1)), z
+
+    return _everywhere(f)
+
+
+@use
+def recurrent_dropout_and_sampling() -> Any:
+    def f(p: Any, x: Any) -> Any:
+        def body(c: Any, k: Any) -> Any:
+            h = jnp.tanh(c @ p["w1"]) @ p["w1"].T
+            h = jnp.where(jax.random.bernoulli(k, 0.8, h.shape), h / 0.8, 0)
+            return 0.5 * c + 0.1 * h, jax.random.normal(k) * h.sum()
+
+        c, samples = jax.lax.scan(body, x, jax.random.split(jax.random.key(0), 6))
+        return c, samples, jax.random.uniform(jax.random.key(1), (4,))
+
+    return _everywhere(f)
+
+
+@use
+def pallas_kernel_between() -> Any:
+    from jax.experimental import pallas as pl
+
+    def kernel(x: Any, o: Any) -> None:
+        o[...] = x[...] * 2
+
+    def f(p: Any, x: Any) -> Any:
+        h = x @ p["w1"]
+        shape = jax.ShapeDtypeStruct(h.shape, h.dtype)
+        h = pl.pallas_call(kernel, out_shape=shape, interpret=True)(h)
+        return h @ p["w2"]
+
+    return mixed(f)(PARAMS, X), f(PARAMS, X)
+
+
+@use
+def gradient_accumulation_in_a_scan() -> Any:
+    def f(p: Any, x: Any, y: Any) -> Any:
+        def body(total: Any, batch: Any) -> Any:
+            g = jax.grad(loss)(p, *batch)
+            return jax.tree.map(jnp.add, total, g), None
+
+        zero = jax.tree.map(jnp.zeros_like, p)
+        return jax.lax.scan(body, zero, (x.reshape(4, 4, 12), y.reshape(4, 4, 4)))[0]
+
+    return jax.jit(mixed(f))(PARAMS, X, Y), f(PARAMS, X, Y)
+
+
+@use
+def maml() -> Any:
+    def inner(p: Any) -> Any:
+        for _ in range(2):
+            p = optax.apply_updates(
+                p, optax.tree.scale(-0.1, jax.grad(loss)(p, X[:8], Y[:8]))
+            )
+        return loss(p, X[8:], Y[8:])
+
+    f = lambda m: (jax.grad(m(inner))(PARAMS), m(jax.grad(inner))(PARAMS))  # noqa: E731
+    return f(mixed), f(lambda f: f)
+
+
+@use
+def physics_informed() -> Any:
+    def residual(p: Any, x: Any) -> Any:  # a Laplacian of the network
+        u = lambda x: net(p, x)[0]  # noqa: E731
+        laplacian = jax.vmap(lambda x: jnp.trace(jax.hessian(u)(x)))(x)
+        return jnp.mean(laplacian**2)
+
+    def f(m: Any) -> Any:
+        return jax.grad(m(residual))(PARAMS, X), m(jax.grad(residual))(PARAMS, X)
+
+    return f(mixed), f(lambda f: f)
+
+
+@use
+def inner_gradient_over_many_steps() -> Any:
+    def f(w: Any) -> Any:  # a weight's cotangent is a sum over iterations
+        total, _ = jax.lax.scan(
+            lambda c, _: (c + jnp.sum(jnp.ones((1, 8)) @ w), None),
+            0.0,
+            None,
+            length=4096,
+        )
+        return total + 1e-6 * jnp.sum(
+            jax.grad(lambda z: jnp.sum((z @ w) ** 2))(jnp.ones((2, 8)))
+        )
+
+    w = jnp.ones((8, 8))
+    return jax.grad(mixed(f))(w), jax.grad(f)(w)
+
+
+@use
+def equinox_loop_keeps_its_state() -> Any:
+    import equinox as eqx
+
+    w = jax.random.normal(jax.random.key(0), (12, 12)) / 3
+
+    def f(w: Any, y: Any) -> Any:
+        def body(c: Any) -> Any:
+            return c[0] + 1, c[1] + 2.0**-12 * jnp.ones_like(c[1] @ w)
+
+        return eqx.internal.while_loop(
+            lambda c: c[0] < 256,
+            body,
+            (0, jnp.copy(y)),
+            kind="checkpointed",
+            max_steps=256,
+        )[1]
+
+    one = jnp.ones((4, 12))
+    return mixed(f)(w, one) - one, f(w, one) - one
 
 
 @use
