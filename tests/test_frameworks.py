@@ -194,9 +194,12 @@ def test_an_embedding_does_not_reach_the_next_product():
     def loss(p, ids, y):
         return cross_entropy((p["embed"][ids] + p["pos"]) @ p["w"], y)
 
+    def alone(p, ids, y):
+        return cross_entropy(p["embed"][ids] @ p["w"], y)
+
     ids = jnp.arange(8).reshape(2, 4)
-    for scope in ("embed", "pos"):
-        full, count = paths_of_scoped(jax.grad(loss), params, ids, ids, scope=scope)
+    for scope, fun in (("embed", loss), ("pos", loss), ("embed", alone)):
+        full, count = paths_of_scoped(jax.grad(fun), params, ids, ids, scope=scope)
         assert (full, count) == (0, 3)
 
 
