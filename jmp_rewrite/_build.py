@@ -62,6 +62,7 @@ def build(
     closed: Any,
     is_opaque: Callable[[Any], bool] = lambda eqn: False,
     place: Place = TOP,
+    by_path: bool = False,
 ) -> Graph:
     """Builds the graph of a closed jaxpr.
 
@@ -69,8 +70,9 @@ def build(
       closed: the program.
       is_opaque: tells which equations that hold jaxprs are to be left alone.
       place: where the program stands.
+      by_path: whether a body that is used often is analysed anew in each scope.
     """
-    builder = Builder(closed, is_opaque)
+    builder = Builder(closed, is_opaque, by_path)
     jaxpr = _compat.open_jaxpr(closed)
     consts = builder.constants(jaxpr.constvars, _compat.constants(closed))
     arguments = [Value(v.aval, argument=i) for i, v in enumerate(jaxpr.invars)]
@@ -88,16 +90,24 @@ def build(
 class Builder:
     """Walks the program once and collects nodes."""
 
-    def __init__(self, closed: Any, is_opaque: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, closed: Any, is_opaque: Callable[[Any], bool], by_path: bool
+    ) -> None:
         self.nodes: list[Node] = []
         self.loops: list[Loop] = []
         self.opaque: list[Opaque] = []
         self._calls: list[Any] = []
         self.tokens = itertools.count()
         self._is_opaque = is_opaque
-        self.shared: dict[int, tuple[Inner, list[Value | None]] | None] = dict.fromkeys(
-            _shared_jaxprs(closed)
-        )
+        self._by_path = by_path
+        self._often = _shared_jaxprs(closed)
+        self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
+
+    def sharing_key(self, jaxpr: Any, place: Place) -> Any:
+        """Returns what uses of a body are analysed together; None if each is alone."""
+        if id(jaxpr) not in self._often:
+            return None
+        return id(jaxpr), place if self._by_path else place._replace(path="")
 
     def captured(self, jaxpr: Any) -> list[Value | None]:
         """Returns the values of the arrays that a closed jaxpr carries."""
@@ -266,6 +276,8 @@ def _number(value: Any) -> Any:
     if isinstance(value, (bool, int, float, np.ndarray, np.generic)):
         array = np.asarray(value)
         return array if array.size <= _LARGEST_CONSTANT else None
+    if _compat.is_concrete(value) and value.ndim == 0:
+        return np.asarray(value)  # an epsilon that a closure captured
     return None
 
 

@@ -37,24 +37,25 @@ def call(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
     kind, key = CALLS[eqn.primitive.name]
     jaxpr = eqn.params[key]
     inside = _locals(args, _compat.open_jaxpr(jaxpr).invars)
-    if id(jaxpr) in b.shared and kind == "call":
-        return _shared_call(b, jaxpr, inside, place, trips)
+    shared = b.sharing_key(jaxpr, place)
+    if shared is not None and kind == "call":
+        return _shared_call(b, jaxpr, shared, inside, place, trips)
     body, results = b.use(jaxpr, b.captured(jaxpr), inside, place, trips)
     return None, Inner(kind, place, (body,)), _locals(results, eqn.outvars)
 
 
 def _shared_call(
-    b: Builder, jaxpr: Any, args: Values, place: Place, trips: int
+    b: Builder, jaxpr: Any, key: Any, args: Values, place: Place, trips: int
 ) -> Built:
     """A body that is analysed once for all its uses joins the values that come in."""
-    record = b.shared[id(jaxpr)]
+    record = b.shared.get(key)
     if record is None:
         avals = [v.aval for v in _compat.open_jaxpr(jaxpr).invars]
         joins = _joints(b, "join", [None] * len(avals), avals, place, trips)
         inside = [_made_by(b, node) for node in joins]
         body, results = b.use(jaxpr, b.captured(jaxpr), inside, place, trips)
         record = Inner("call", place, (body,), joins=joins), results
-        b.shared[id(jaxpr)] = record
+        b.shared[key] = record
     inner, results = record
     for join, value in zip(inner.joins, args, strict=True):
         if join is not None and value is not None:

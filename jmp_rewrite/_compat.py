@@ -114,6 +114,37 @@ def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
     )
 
 
+def cast_primitive(name: str, fun: Callable[..., Any]) -> jex.Primitive:
+    """Makes a primitive of a cast, whose derivative and transpose are plain casts.
+
+    Args:
+      name: what a printed jaxpr shows.
+      fun: casts `x` to the parameter `dtype`, elementwise.
+    """
+    primitive = jex.Primitive(name)
+
+    def jvp(primals: Any, tangents: Any, *, dtype: Any) -> Any:
+        (x,), (t,) = primals, tangents
+        out = primitive.bind(x, dtype=dtype)
+        if isinstance(t, ad.Zero):
+            return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+        return out, convert(t, dtype)
+
+    def transpose(ct: Any, x: Any, *, dtype: Any) -> list[Any]:
+        del dtype
+        aval = x.aval
+        zero = isinstance(ct, ad.Zero)
+        return [ad.Zero(aval) if zero else convert(ct, aval.dtype)]
+
+    primitive.def_impl(jax.jit(fun, static_argnames="dtype"))
+    primitive.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
+    batching.defvectorized(primitive)
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    return primitive
+
+
 def _cpu_barrier_primitive() -> jex.Primitive:
     """Makes the identity that is an optimization barrier where a CPU runs it."""
     primitive = jex.Primitive("cpu_barrier")
@@ -196,6 +227,12 @@ def is_array(leaf: Any) -> bool:
     if isinstance(leaf, (bool, int, float, complex)):
         return False
     return isinstance(leaf, jax.Array) or bool(jex.valid_jaxtype(leaf))
+
+
+def is_concrete(x: Any) -> bool:
+    """Tells an array whose numbers this process can read."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return concrete and x.is_fully_addressable
 
 
 def is_being_differentiated(x: Any) -> bool:

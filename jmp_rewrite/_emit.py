@@ -57,7 +57,8 @@ class Emitter:
         self._handlers = handlers
         self.demand = Demand(plan)
         self._jaxprs: dict[Any, Any] = {}
-        self._keys: dict[Instance, Any] = {}
+        self._keys: dict[Instance, int] = {}
+        self._numbers: dict[Any, int] = {}
 
     # ---- values
 
@@ -83,7 +84,7 @@ class Emitter:
         return half
 
     def _narrow(self, x: Any, saturate: bool) -> Any:
-        return narrow(x, self.plan.half, saturate, not self.plan.shared)
+        return narrow(x, self.plan.half, saturate)
 
     # ---- one jaxpr
 
@@ -114,7 +115,8 @@ class Emitter:
         action = Action.FULL if entry is None else self.plan.actions[entry]
         if not action & Action.HALF:
             return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
-        if self.plan.pins.categories[entry] is Category.ALLOW:
+        is_product = self.plan.pins.categories[entry] is Category.ALLOW
+        if is_product and "preferred_element_type" in eqn.params:
             return self._product(eqn, action, env)
         if action & Action.WIDE:
             return self._wide(eqn, action, env)
@@ -278,7 +280,7 @@ class Emitter:
 
         return body
 
-    def _key(self, instance: Instance) -> Any:
+    def _key(self, instance: Instance) -> int:
         """Two uses of a jaxpr with equal keys are emitted once."""
         if instance not in self._keys:
             actions = tuple(
@@ -294,7 +296,9 @@ class Emitter:
                 )
                 for i in instance.inner.values()
             )
-            self._keys[instance] = (id(instance.jaxpr), actions, inner)
+            key = (id(instance.jaxpr), actions, inner)
+            # Numbers nest where tuples would be hashed to their full depth each time.
+            self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]
 
     def _entry(self, node: int | None) -> int:

@@ -21,7 +21,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from jmp_rewrite import _rules, _state
-from jmp_rewrite._graph import Graph, Node, Opaque
+from jmp_rewrite._graph import Graph, Node, Opaque, Value
 from jmp_rewrite._place import BareGraph
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._rules import Category
@@ -106,6 +106,8 @@ def pin(
     predecessors = graph.predecessors()
     pins.whole_step = not differentiated and _state.is_whole_step(graph)
     _products_of_nothing(graph, pins, consumers)
+    if policy.compute_dtype == np.float16:
+        local.out_of_range |= _unknown_epsilons(graph, pins)
     _danger(graph, pins, consumers, local.out_of_range)
     _train_state(graph, pins, consumers, predecessors)
     pins.out_of_range = frozenset(local.out_of_range)
@@ -227,6 +229,8 @@ class _Local:
             return f"full: precision {asked} was asked for"
         if not _contracts(node.eqn):
             return "full: the product contracts no dimension"
+        if not node.avals[0].shape:
+            return "full: a product with a 0-d result reuses nothing"
         if not any(v.made_of_data for v in node.inputs):
             return "full: a product of integers, iota and constants"
         return None
@@ -300,7 +304,8 @@ def _contracts(eqn: Any) -> bool:
     numbers = eqn.params.get("dimension_numbers")
     if eqn.primitive.name != "dot_general" or numbers is None:
         return True
-    return bool(numbers[0][0])
+    shape = eqn.invars[0].aval.shape
+    return any(shape[d] != 1 for d in numbers[0][0])
 
 
 def _convert(node: Node) -> Category | None:
@@ -367,6 +372,35 @@ def _casts_up(graph: Graph, pins: Pins) -> None:
                 pins.full[node.index] = "full: an operand was cast to float32"
 
 
+# What an epsilon is added to, or compared with.
+_TAKES_EPSILON = frozenset({"add", "clamp", "max", "min", "select_n", "sub"})
+
+
+def _unknown_epsilons(graph: Graph, pins: Pins) -> set[int]:
+    """Pins what a 0-d value is added to: it may be an epsilon, which float16 loses.
+
+    A literal tells its number; an argument, or what is computed from one, does not.
+    """
+    spread: set[int] = set()
+    found: set[int] = set()
+
+    def is_unknown(value: Value) -> bool:
+        unknown = not value.aval.shape and value.constant is None
+        return unknown or value.node in spread
+
+    for node in graph.nodes:
+        if not any(map(is_unknown, node.inputs)):
+            continue
+        index = node.index
+        if node.name == "broadcast_in_dim":
+            spread.add(index)
+        elif node.name in _TAKES_EPSILON and pins.full[index] is None:
+            if index not in pins.forced:
+                pins.full[index] = "full: a 0-d operand may be an epsilon"
+                found.add(index)
+    return found
+
+
 def _danger(
     graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]], out_of_range: set[int]
 ) -> None:
@@ -402,6 +436,10 @@ def _train_state(
         if pins.full[index] is None or index in pins.forced:
             pins.full[index] = STATE
     _full_carries(graph, pins)
+    if pins.whole_step:
+        for index in _state.optimizer_products(graph, pins.categories, state):
+            if pins.full[index] is None and index not in pins.forced:
+                pins.full[index] = "full: a product of the optimizer"
     products = {
         n for n, c in enumerate(pins.categories) if c is ALLOW and pins.full[n] is None
     }

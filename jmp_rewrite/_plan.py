@@ -39,7 +39,22 @@ class Action(enum.IntFlag):
 
 # Every result of these reads its operand several times; the transpose is a sum, which
 # has to be float32 (8192 cotangents of 1 add up to 256 in bfloat16).
-_SPREADS = frozenset({"broadcast_in_dim", "gather", "pbroadcast", "pvary"})
+_SPREADS = frozenset(
+    {
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "broadcast_in_dim",
+        "gather",
+        "pbroadcast",
+        "pvary",
+        "tile",
+    }
+)
+
+
+# These hold a jaxpr that takes float32 scalars.
+_TYPED = frozenset({"scatter-max", "scatter-min"})
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,7 +124,7 @@ def _width(node: Node, graph: Graph, pins: Pins) -> Action:
         ranks = [_state.argument_rank(v, pins.moved) for v in node.inputs]
         if max(ranks, default=-1) > 1:
             return Action.WIDE | Action.SATURATES
-    if node.name in _rules.ACCUMULATES:
+    if node.name in _rules.ACCUMULATES or node.name in _TYPED:
         return Action.WIDE
     if node.name in _SPREADS and not pins.whole_step:
         return Action.WIDE

@@ -21,8 +21,8 @@ import jax
 from jmp_rewrite import _compat
 from jmp_rewrite._policy import Policy
 
-REWRITTEN = "mixed_precision"
-FULL_PRECISION = "full_precision"
+REWRITTEN = "jmp_rewrite.mixed_precision"
+FULL_PRECISION = "jmp_rewrite.full_precision"
 # Scopes that JAX itself adds around recomputed code; no user wrote them.
 _RECOMPUTED = frozenset({"checkpoint", "rematted_computation"})
 

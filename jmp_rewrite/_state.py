@@ -414,3 +414,37 @@ def origin(graph: Graph, node: int) -> int:
             break
         (node,) = sources
     return node
+
+
+def optimizer_products(
+    graph: Graph, categories: Sequence[Category | None], state: set[int]
+) -> list[int]:
+    """Returns the products that make updates of gradients: Shampoo's, Muon's.
+
+    Within one iteration they lie between a backward pass and a train state, and no
+    backward pass follows: a second forward pass, as in SAM or a GAN step, is followed
+    by its own, and an evaluation after the step leads to no state.
+    """
+    nodes = graph.nodes
+    steps = [
+        [v.node for v in n.inputs if v.node >= 0 and nodes[v.node].name != "carry_out"]
+        for n in nodes
+    ]
+    after = [n.place.backward for n in nodes]
+    before = list(after)
+    updates = [n.index in state for n in nodes]
+    for index, sources in enumerate(steps):
+        after[index] = after[index] or any(after[s] for s in sources)
+    for index in range(len(nodes) - 1, -1, -1):
+        for source in steps[index]:
+            before[source] = before[source] or before[index]
+            updates[source] = updates[source] or updates[index]
+    return [
+        n
+        for n, category in enumerate(categories)
+        if category is Category.ALLOW
+        and not nodes[n].place.backward
+        and after[n]
+        and not before[n]
+        and updates[n]
+    ]

@@ -392,7 +392,7 @@ def _decide(
     def is_opaque(eqn: Any) -> bool:
         return table.get(eqn.primitive.name) is Category.DENY
 
-    graph = _build.build(closed, is_opaque, place)
+    graph = _build.build(closed, is_opaque, place, bool(policy.scopes))
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
     pins = _pin.pin(graph, policy, overrides, differentiated)
     _log_opaque(_pin.left_alone(graph, pins))

@@ -606,7 +606,7 @@ def test_arguments_saturate():
 
 def test_overflow_is_seen():
     """What overflows in half by itself is infinite: loss scaling has to see it."""
-    v = jnp.full((1, 1), 2.0**10, jnp.float32)
+    v = jnp.full((2, 2), 2.0**10, jnp.float32)
     result = mixed_precision(lambda v: (v @ v) @ v, "mixed_float16")(v)
     assert np.isinf(np.asarray(result)).all()
 
