@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import ml_dtypes
@@ -35,10 +37,10 @@ def _saturated(x: Any, *, dtype: np.dtype) -> Any:
 _SATURATING_CAST = _compat.cast_primitive("saturating_cast", _saturated)
 
 
-def scalar(number: Any, dtype: np.dtype) -> np.ndarray:
+@functools.lru_cache(maxsize=4096)
+def scalar(number: float, dtype: np.dtype) -> np.ndarray:
     """Returns a known number as a half scalar, saturated."""
-    limits = ml_dtypes.finfo(dtype)
-    value = np.asarray(number, np.float32).reshape(())
-    if np.isfinite(value):
-        value = np.clip(value, np.float32(limits.min), np.float32(limits.max))
-    return value.astype(dtype)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    if math.isfinite(number):
+        number = min(max(number, -largest), largest)
+    return np.asarray(number, np.float32).astype(dtype)

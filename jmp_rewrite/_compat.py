@@ -146,14 +146,25 @@ def cast_primitive(name: str, fun: Callable[..., Any]) -> jex.Primitive:
 
 
 def _cpu_barrier_primitive() -> jex.Primitive:
-    """Makes the identity that is an optimization barrier where a CPU runs it."""
+    """Makes the identity of many operands that is a barrier where a CPU runs it."""
     primitive = jex.Primitive("cpu_barrier")
-    primitive.def_impl(lambda x: x)
-    primitive.def_abstract_eval(lambda x: x)
-    ad.deflinear2(primitive, lambda ct, _: [ct])
-    batching.defvectorized(primitive)
-    mlir.register_lowering(primitive, lambda ctx, x: [x])
-    barrier = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *xs: list(xs))
+    primitive.def_abstract_eval(lambda *xs: list(xs))
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        return primitive.bind(*primals), list(tangents)
+
+    ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = lambda cts, *_: list(cts)
+    batching.primitive_batchers[primitive] = lambda xs, axes: (
+        primitive.bind(*xs),
+        list(axes),
+    )
+    mlir.register_lowering(primitive, lambda ctx, *xs: list(xs))
+    barrier = mlir.lower_fun(
+        lambda *xs: lax.optimization_barrier(xs), multiple_results=True
+    )
     mlir.register_lowering(primitive, barrier, platform="cpu")
     return primitive
 
@@ -171,7 +182,7 @@ def shielded_product(
     F32", JAX 0.10.2 to 0.12.0). A barrier keeps the operands from it, on the CPU only;
     rounding to float32's own format, which is no rounding, keeps the result.
     """
-    operands = [_CPU_BARRIER.bind(x) for x in operands]
+    operands = _CPU_BARRIER.bind(*operands)
     (out,) = bind(eqn, operands, params)
     return [lax.reduce_precision(out, exponent_bits=8, mantissa_bits=23)]
 

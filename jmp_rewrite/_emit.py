@@ -129,7 +129,7 @@ class Emitter:
         values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
         return [Cell(x, saturate) for x in _compat.bind(eqn, values, eqn.params)]
 
-    def _product(self, eqn: Any, action: Action, env: dict[Any, Cell]) -> list[Cell]:
+    def _product(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits a product of half operands, accumulated in float32."""
         values = self._half_operands(eqn, env, {})
         dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
@@ -139,7 +139,7 @@ class Emitter:
             return [Cell(x) for x in _compat.shielded_product(eqn, values, params)]
         return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
-    def _wide(self, eqn: Any, action: Action, env: dict[Any, Cell]) -> list[Cell]:
+    def _wide(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
         saturate = bool(action & Action.SATURATES)
         return [
@@ -150,7 +150,7 @@ class Emitter:
         ]
 
     def _native(
-        self, eqn: Any, action: Action, env: dict[Any, Cell], literals: dict[int, Any]
+        self, eqn: Any, action: int, env: dict[Any, Cell], literals: dict[int, Any]
     ) -> list[Cell]:
         """Emits on half operands, with half results."""
         saturate = bool(action & Action.ARGUMENT)
@@ -173,7 +173,7 @@ class Emitter:
             if atom.aval.dtype != FLOAT32:
                 values.append(cell_of(env, atom).value)
             elif position in literals and not atom.aval.shape:
-                values.append(scalar(literals[position], self.plan.half))
+                values.append(scalar(float(literals[position]), self.plan.half))
             else:
                 values.append(self.read_half(cell_of(env, atom)))
         return values

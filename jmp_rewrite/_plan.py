@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,8 @@ from jmp_rewrite._rules import Category
 from jmp_rewrite._scopes import Place
 
 
-class Action(enum.IntFlag):
-    """How a node is emitted.
+class Action:
+    """How a node is emitted: bits of plain integers, which are read for each equation.
 
     Attributes:
       HALF: its operands and its results are half. Without it they are float32.
@@ -75,7 +74,7 @@ class Plan:
     graph: Graph
     pins: Pins
     half: np.dtype
-    actions: list[Action]
+    actions: list[int]
     shared: bool
     nested: Callable[[Any, Place], Plan]
 
@@ -117,7 +116,7 @@ def make_plan(
     return Plan(graph, pins, half, actions, pins.whole_step, nested)
 
 
-def _width(node: Node, graph: Graph, pins: Pins) -> Action:
+def _width(node: Node, graph: Graph, pins: Pins) -> int:
     """Tells what computes in float32 although its result is rounded to half."""
     if node.name in ("add", "sub"):
         # A mask of -1e9 may come as data: a sum with it saturates. A bias does not.
