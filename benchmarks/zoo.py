@@ -140,7 +140,7 @@ def left_full(plan: Any) -> tuple[dict[str, float], dict[str, int]]:
             node.trips * product_flops(node.eqn)
         )
     opaque = collections.Counter(
-        f"{eqn.primitive.name}: {why}" for eqn, _, why in plan.graph.opaque
+        f"{eqn.primitive.name}: {why}" for eqn, _, why, _ in plan.graph.opaque
     )
     return dict(products.most_common(12)), dict(opaque + unknown)
 
