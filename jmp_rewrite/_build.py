@@ -84,6 +84,7 @@ def build(
         [v for v in [*consts, *arguments] if v is not None],
         [v for v in results if v is not None and is_float32(v.aval)],
         builder.opaque,
+        builder.has_backward_rules,
     )
 
 
@@ -96,6 +97,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.loops: list[Loop] = []
         self.opaque: list[Opaque] = []
+        self.has_backward_rules = False
         self._calls: list[Any] = []
         self.tokens = itertools.count()
         self._is_opaque = is_opaque

@@ -35,6 +35,7 @@ def _locals(values: Sequence[Value | None], variables: Sequence[Any]) -> Values:
 def call(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
     """A call is transparent: its parameters are the values that are passed."""
     kind, key = CALLS[eqn.primitive.name]
+    b.has_backward_rules |= kind == "custom_vjp"
     jaxpr = eqn.params[key]
     inside = _locals(args, _compat.open_jaxpr(jaxpr).invars)
     shared = b.sharing_key(jaxpr, place)

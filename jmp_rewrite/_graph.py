@@ -198,6 +198,8 @@ class Graph:
       arguments: the float32 arguments and captured arrays of the program.
       results: the float32 values that the program returns.
       opaque: the equations that are left alone.
+      has_backward_rules: whether it holds a `custom_vjp`, whose backward pass is a
+        Python function that nobody has traced yet.
     """
 
     top: Instance
@@ -206,6 +208,7 @@ class Graph:
     arguments: list[Value]
     results: list[Value]
     opaque: list[Opaque]
+    has_backward_rules: bool
     _edges: tuple[list[list[int]], list[list[int]]] | None = None
 
     def predecessors(self) -> list[list[int]]:

@@ -374,7 +374,8 @@ def decide(
       differentiated: whether the program is being differentiated from outside.
     """
     plan, used = _decide(closed, policy, Place(), arguments, results, differentiated)
-    report_unused(policy, used)
+    if not plan.graph.has_backward_rules:  # a scope may be inside one
+        report_unused(policy, used)
     return plan
 
 

@@ -1,0 +1,235 @@
+"""What reviewers and other people's programs broke once, a few lines each."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    EPS,
+    bit_equal,
+    dtypes_in,
+    dtypes_out,
+    eqns,
+    products,
+    relative_error,
+    trace,
+)
+from jax import lax
+from jax.extend import core as jex
+from programs import W, normal, weights
+
+from jmp_rewrite import Policy, full_precision, mixed_precision
+
+BF16, F16 = "mixed_bfloat16", "mixed_float16"
+ZEROS = jnp.zeros((4, W), jnp.float32)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda h, e: h / (jnp.abs(h) + e),
+        lambda h, e: h / jnp.maximum(jnp.abs(h), e),
+        lambda h, e: h / jnp.sqrt(h * h + e),
+        lambda h, e: h * jnp.log(jnp.abs(h) + e),
+        lambda h, e: jnp.where(jnp.abs(h) > e, h, e) / (jnp.abs(h) + e),
+    ],
+    ids=["div", "max", "sqrt", "log", "where"],
+)
+def test_an_epsilon_that_is_no_literal(use, captured):
+    """A captured array or an argument: float16 would turn 1e-8 into 0."""
+    (w,) = weights((W, W))
+    eps = jnp.float32(1e-8)
+    if captured:
+        f, args = (lambda x: use(x @ w, eps) @ w), (ZEROS,)
+    else:
+        f, args = (lambda x, e: use(x @ w, e) @ w), (ZEROS, eps)
+    assert np.isfinite(mixed_precision(f, F16)(*args)).all()
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+@pytest.mark.parametrize("method", ["max", "min"])
+def test_scatter_with_a_typed_function(method, policy):
+    """`.at[].max` holds a jaxpr of float32 scalars."""
+    w, x = weights((W, W), (4, W))
+    ids = jnp.array([0, 1, 1, 3])
+
+    def f(x):
+        return getattr((x @ w).at[ids], method)(x) @ w
+
+    assert (
+        relative_error(jax.jit(mixed_precision(f, policy))(x), f(x)) < 16 * EPS[policy]
+    )
+
+
+def test_inner_products_stay_full():
+    """A product with a 0-d result, and an outer product written as a matmul."""
+    x, y = weights((W,), (W,))
+    (inner,) = products(trace(mixed_precision(jnp.dot, F16), x, y))
+    assert dtypes_in(inner) == ["float32"] * 2
+
+    def outer(t, frequencies):
+        return jnp.tanh(t[:, None] @ frequencies[None, :])
+
+    (product,) = products(trace(mixed_precision(outer, F16), x, y))
+    assert dtypes_in(product) == ["float32"] * 2
+
+
+def test_full_precision_of_a_block_that_is_used_often():
+    """A body that is analysed once for many uses does not decide for another place."""
+    (w,) = weights((W, W))
+    (x,) = weights((4, W))
+
+    @jax.jit
+    def block(x):
+        for _ in range(33):
+            x = jnp.tanh(x @ w)
+        return x
+
+    def f(x):
+        y = x
+        for _ in range(400):
+            y = block(y)
+        with full_precision():
+            return block(x) + y
+
+    blocks = {
+        id(e.params["jaxpr"]): {
+            d for p in products(e.params["jaxpr"]) for d in dtypes_in(p)
+        }
+        for e in trace(mixed_precision(f, BF16), x).eqns
+        if e.primitive.name == "jit"
+    }
+    assert sorted(map(sorted, blocks.values())) == [["bfloat16"], ["float32"]]
+
+
+@pytest.mark.parametrize("policy", [BF16, F16])
+def test_saturating_casts_are_linear(policy):
+    """Derivative rules with products, and `linear_transpose`, in float16 too."""
+    w, x = weights((W, W), (4, W))
+
+    @jax.custom_jvp
+    def product(x, w):
+        return jnp.tanh(x @ w)
+
+    @product.defjvp
+    def _(primals, tangents):
+        (x, w), (tx, tw) = primals, tangents
+        y = product(x, w)
+        return y, (1 - y * y) * (tx @ w + x @ tw)
+
+    def f(w):
+        return jnp.sum(jnp.tanh(product(x, w)) @ w)
+
+    exact = jax.grad(f)(w)
+    assert (
+        relative_error(jax.grad(mixed_precision(f, policy))(w), exact)
+        < 32 * EPS[policy]
+    )
+    linear = mixed_precision(lambda x: x @ w, policy)
+    (ct,) = jax.linear_transpose(linear, x)(x @ w)
+    assert relative_error(ct, (x @ w) @ w.T) < 4 * EPS[policy]
+    assert jax.vmap(jax.grad(lambda x: jnp.sum(linear(x))))(x[None]).shape == (1, 4, W)
+
+
+def test_products_of_the_optimizer():
+    """Shampoo's statistics and Muon's orthogonalization are float32 and bit-equal."""
+    params, x = weights((W, W)), jnp.asarray(normal(4, W))
+
+    def shampoo(p, statistics, x):
+        g = jax.grad(lambda p: 1e-6 * jnp.sum(jnp.tanh(x @ p[0])))(p)[0]
+        statistics = statistics + g @ g.T
+        return (p[0] - statistics @ g,), statistics, g
+
+    args = params, jnp.zeros((W, W), jnp.float32), x
+    _, statistics, g = mixed_precision(shampoo, F16)(*args)
+    bit_equal(statistics, g @ g.T)
+
+    tx = optax.contrib.muon(1e-3)
+
+    def step(p, state, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p[0]) @ p[0]))(p)
+        updates, state = tx.update(grads, state, p)
+        return optax.apply_updates(p, updates), state
+
+    with jax.numpy_dtype_promotion("standard"):
+        jaxpr = trace(mixed_precision(step, BF16), params, tx.init(params), x)
+    used = [set(dtypes_in(e)) for e in products(jaxpr)]
+    assert used.count({"bfloat16"}) == 5 and {"float32"} in used
+
+
+def test_gathers_before_differentiation():
+    """The transpose of an all_gather is a sum, which is float32."""
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    (w,) = weights((W, W))
+    x = jnp.asarray(normal(4, W))
+
+    def local(w, x):
+        return jnp.tanh(x @ lax.all_gather(w, "i", tiled=True)).sum()[None]
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(jax.P("i"), jax.P("i")),
+        out_specs=jax.P("i"),
+        check_vma=False,
+    )
+
+    def f(w):
+        return jnp.sum(mapped(w, x))
+
+    jaxpr = trace(jax.grad(mixed_precision(f, BF16)), w)
+    for eqn in eqns(jaxpr, "reduce_scatter", "psum_scatter"):
+        assert "bfloat16" not in dtypes_in(eqn)
+
+
+def test_scopes_hold_inside_derivative_rules():
+    """A named scope in a backward rule, also when the loss is decorated."""
+    w, x = weights((W, W), (4, W))
+
+    @jax.custom_vjp
+    def layer(x, w):
+        return x @ w
+
+    def backward(residuals, g):
+        x, w = residuals
+        with jax.named_scope("head"):
+            return g @ w.T, x.T @ g
+
+    layer.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    policy = Policy(BF16, scopes={"head": "float32"})
+    grad = jax.grad(
+        mixed_precision(lambda w: jnp.sum(jnp.tanh(layer(x, w)) @ w), policy)
+    )
+    full = [e for e in products(trace(grad, w)) if set(dtypes_in(e)) == {"float32"}]
+    assert len(full) == 2
+
+
+def test_a_users_own_scope_of_that_name():
+    """A module called mixed_precision is rewritten like any other."""
+    w, x = weights((W, W), (4, W))
+
+    def f(x):
+        with jax.named_scope("mixed_precision"), jax.named_scope("full_precision"):
+            return x @ w
+
+    (product,) = products(trace(mixed_precision(f, BF16), x))
+    assert dtypes_in(product) == ["bfloat16"] * 2
+
+
+def test_a_loop_through_an_unknown_primitive():
+    """A state that passes through what nobody knows is a float32 carry."""
+    select = jex.Primitive("select_own")
+    select.def_abstract_eval(lambda a, b: a)
+    w, x = weights((W, W), (4, W))
+
+    def f(y):
+        def body(carry):
+            i, y = carry
+            return i + 1, select.bind(y + 0.1 * jnp.tanh(y @ w), y)
+
+        return lax.while_loop(lambda c: c[0] < 10, body, (0, jnp.copy(y)))[1]
+
+    (loop,) = eqns(trace(mixed_precision(f, BF16), x), "while")
+    assert "bfloat16" not in dtypes_out(loop)
