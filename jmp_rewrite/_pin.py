@@ -304,8 +304,16 @@ def _contracts(eqn: Any) -> bool:
     numbers = eqn.params.get("dimension_numbers")
     if eqn.primitive.name != "dot_general" or numbers is None:
         return True
-    shape = eqn.invars[0].aval.shape
-    return any(shape[d] != 1 for d in numbers[0][0])
+    return bool(numbers[0][0])
+
+
+def _is_outer(node: Node) -> bool:
+    """Tells a matrix product that contracts one element: an outer product as well."""
+    numbers = node.eqn.params.get("dimension_numbers")
+    if node.name != "dot_general" or numbers is None:
+        return False
+    shape = node.eqn.invars[0].aval.shape
+    return all(shape[d] == 1 for d in numbers[0][0])
 
 
 def _convert(node: Node) -> Category | None:
@@ -354,6 +362,12 @@ def _products_of_nothing(
         feeds = category is ALLOW and not before.isdisjoint(consumers[node])
         if feeds and pins.full[node] is None and node not in pins.forced:
             pins.full[node] = "full: a phase of sin or cos"
+    made = _state.made_by_products(pins.categories, consumers)
+    for node, category in enumerate(pins.categories):
+        if category is not ALLOW or pins.full[node] or node in pins.forced:
+            continue
+        if _is_outer(graph.nodes[node]) and made.isdisjoint(predecessors[node]):
+            pins.full[node] = "full: an outer product (positions and frequencies)"
     _casts_up(graph, pins)
 
 

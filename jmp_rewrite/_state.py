@@ -251,7 +251,7 @@ def _residual_streams(
     it is told apart because its body holds a backward pass of its own.
     """
     streams: set[int] = set()
-    made = _made_by_products(categories, consumers) if graph.loops else set()
+    made = made_by_products(categories, consumers) if graph.loops else set()
     for loop in graph.loops:
         if loop.eqn.primitive.name != "scan" or _trains(graph, loop):
             continue
@@ -274,7 +274,7 @@ def _trains(graph: Graph, loop: Loop) -> bool:
     )
 
 
-def _made_by_products(
+def made_by_products(
     categories: Sequence[Category | None], consumers: Sequence[Sequence[int]]
 ) -> set[int]:
     """Returns the nodes that have a product upstream: activations, and no weights."""

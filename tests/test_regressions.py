@@ -76,6 +76,17 @@ def test_inner_products_stay_full():
     assert dtypes_in(product) == ["float32"] * 2
 
 
+def test_a_head_of_width_one_is_half():
+    """Its transpose contracts one element, and is a product like any other."""
+    w, v, x = weights((W, W), (W, 1), (4, W))
+
+    def loss(w, v):
+        return jnp.mean((jnp.tanh(x @ w) @ v) ** 2)
+
+    found = products(trace(mixed_precision(jax.grad(loss, (0, 1)), F16), w, v))
+    assert [set(dtypes_in(e)) for e in found] == [{"float16"}] * len(found)
+
+
 def test_full_precision_of_a_block_that_is_used_often():
     """A body that is analysed once for many uses does not decide for another place."""
     (w,) = weights((W, W))
