@@ -73,6 +73,16 @@ def propagate(graph: BareGraph) -> list[bool]:
     return [n in half for n in range(len(categories))]
 
 
+def products_only(graph: BareGraph) -> list[bool]:
+    """Labels the allow nodes half, and nothing else.
+
+    For the rules of custom derivatives. A backward rule may compute the forward pass
+    again, as a program of its own; where both round the same values, whatever else the
+    programs hold, a solver accepts the same steps in both.
+    """
+    return [c is Category.ALLOW for c in graph.categories]
+
+
 class _Both:
     """The neighbours of a node in both directions."""
 

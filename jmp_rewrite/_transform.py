@@ -386,6 +386,7 @@ def _decide(
     arguments: Sequence[str | None] = (),
     results: Sequence[str] = (),
     differentiated: bool = False,
+    placement: Callable[[_place.BareGraph], list[bool]] = _place.propagate,
 ) -> tuple[_plan.Plan, frozenset[str]]:
     """Decides for a program that stands somewhere, a derivative rule in its scope."""
     table = policy.table()
@@ -401,8 +402,15 @@ def _decide(
         graph,
         pins,
         policy.compute_dtype,
-        _place.propagate,
-        lambda rule, place: _decide(rule, policy, place)[0],
+        placement,
+        # A rule is no whole step: what it computes again must round as it did before.
+        lambda rule, place: _decide(
+            rule,
+            policy,
+            place,
+            differentiated=True,
+            placement=_place.products_only,
+        )[0],
     )
     return plan, used | matched(policy, (n.place.path for n in graph.nodes))
 

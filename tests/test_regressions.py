@@ -217,6 +217,24 @@ def test_scopes_hold_inside_derivative_rules():
     assert len(full) == 2
 
 
+def test_a_backward_rule_rounds_like_the_forward_pass():
+    """A rule that recomputes, as diffrax's adjoint does, is no whole step."""
+    w, x = weights((W, W), (4, W))
+
+    def solve(w, x):
+        return jnp.tanh(jnp.tanh(x @ w) @ w + x)
+
+    recomputed = jax.custom_vjp(solve)
+    recomputed.defvjp(
+        lambda w, x: (solve(w, x), (w, x)),
+        lambda residuals, g: jax.vjp(solve, *residuals)[1](g),
+    )
+    half = mixed_precision(lambda w: jnp.sum(recomputed(w, x)), BF16)
+    found = products(trace(jax.grad(half), w))
+    assert len(found) >= 6
+    assert {d for e in found for d in dtypes_out(e)} == {"bfloat16"}
+
+
 def test_a_users_own_scope_of_that_name():
     """A module called mixed_precision is rewritten like any other."""
     w, x = weights((W, W), (4, W))
