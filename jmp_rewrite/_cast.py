@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_rewrite import _compat
 
@@ -26,6 +27,26 @@ def narrow(x: Any, dtype: np.dtype, saturate: bool) -> Any:
     if saturate:
         return _SATURATING_CAST.bind(x, dtype=dtype)
     return _compat.convert(x, dtype)
+
+
+def after_cast(x: Any, sharding: Any) -> Any:
+    """Keeps a sharding constraint on a cast weight from being moved to the weight.
+
+    XLA's partitioners give a constraint's operand the constraint's sharding where it
+    has none of its own, as the result of a cast has. A weight that is sharded (FSDP)
+    would then be gathered in float32 and cast after that: twice the bytes
+    (jax-ml/jax#23543). A constraint that leaves everything open is one of its own.
+
+    Args:
+      x: the cast weight.
+      sharding: what the program asks for.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return x
+    if sharding.memory_kind not in (None, "device"):  # it is a transfer as well
+        return x
+    spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
+    return lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))
 
 
 def _saturated(x: Any, *, dtype: np.dtype) -> Any:

@@ -6,11 +6,13 @@ The rest of the library sees one JAX.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax, tree_util
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
@@ -107,6 +109,36 @@ def user_context(eqn: Any, outer: Any) -> Any:
     )
 
 
+def frames(eqn: Any) -> list[tuple[Any, int]]:
+    """Returns the Python frames that made an equation, inner first.
+
+    Each is a code object and the index of an instruction.
+    `jax.extend.source_info_util.summarize` shows the innermost frame outside of JAX
+    alone, which is often one of another library.
+    """
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else list(zip(*traceback.raw_frames(), strict=True))
+
+
+def frame_line(eqn: Any, code: Any, instruction: int) -> int:
+    """Returns the number of the source line of one of an equation's frames."""
+    return int(type(eqn.source_info.traceback).code_addr2location(code, instruction)[0])
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
+    """Returns a jaxpr, open or closed as it was, with other equations."""
+    body = open_jaxpr(jaxpr)
+    new = body.replace(eqns=list(eqns))
+    return new if body is jaxpr else jaxpr.replace(jaxpr=new)  # JAX < 0.11: two kinds
+
+
+def with_name_stack(eqn: Any, elements: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Returns an equation with other name-stack elements and parameters."""
+    stack = type(eqn.source_info.name_stack)(tuple(elements))
+    info = eqn.source_info.replace(name_stack=stack)
+    return eqn.replace(params=params, source_info=info)
+
+
 def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
     """Casts `x` to `dtype`; unlike `lax`, it can also make a weak type."""
     return primitives.convert_element_type_p.bind(
@@ -182,15 +214,140 @@ def shielded_product(
     F32", JAX 0.10.2 to 0.12.0). A barrier keeps the operands from it, on the CPU only;
     rounding to float32's own format, which is no rounding, keeps the result.
     """
+    operands, params = _batch_first(operands, params)
     operands = _CPU_BARRIER.bind(*operands)
     (out,) = bind(eqn, operands, params)
     return [lax.reduce_precision(out, exponent_bits=8, mantissa_bits=23)]
+
+
+def _full_convolution_primitive() -> jex.Primitive:
+    """Makes a call of one convolution of half operands with a float32 result."""
+    primitive = jex.Primitive("full_convolution")
+
+    def run(*operands: Any, jaxpr: Any) -> Any:
+        (out,) = jex.jaxpr_as_fun(jaxpr)(*operands)
+        return out
+
+    def rounded(*operands: Any, jaxpr: Any) -> Any:
+        (eqn,) = open_jaxpr(jaxpr).eqns
+        params = dict(eqn.params, preferred_element_type=operands[0].dtype)
+        (out,) = bind(eqn, operands, params)
+        return convert(out, np.float32)
+
+    def batched(operands: Any, axes: Any, *, jaxpr: Any) -> Any:
+        return jax.vmap(functools.partial(run, jaxpr=jaxpr), axes)(*operands), 0
+
+    def jvp(primals: Any, tangents: Any, *, jaxpr: Any) -> Any:
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        return jax.jvp(functools.partial(run, jaxpr=jaxpr), primals, tangents)
+
+    primitive.def_impl(jax.jit(run, static_argnames="jaxpr"))
+    primitive.def_abstract_eval(lambda *operands, jaxpr: jaxpr.out_avals[0])
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    on_gpu = mlir.lower_fun(rounded, multiple_results=False)
+    mlir.register_lowering(primitive, on_gpu, platform="cuda")
+    return primitive
+
+
+_FULL_CONVOLUTION = _full_convolution_primitive()
+
+
+def _batch_first(
+    operands: Sequence[Any], params: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Moves batch dimensions to the front of a product's operands.
+
+    XLA does it as well, by transposes that it folds, on the wrong side of the barrier.
+    """
+    if "dimension_numbers" not in params:  # a ragged product
+        return list(operands), params
+    contracting, batch = params["dimension_numbers"]
+    moved, numbers = [], []
+    for x, dims, front in zip(operands, contracting, batch, strict=True):
+        order = [*front, *(d for d in range(x.ndim) if d not in front)]
+        moved.append(x if order == sorted(order) else lax.transpose(x, order))
+        numbers.append(tuple(order.index(d) for d in dims))
+    leading = tuple(range(len(batch[0])))
+    dims = (tuple(numbers), (leading, leading))
+    return moved, dict(params, dimension_numbers=dims)
+
+
+def full_convolution(
+    eqn: Any, operands: Sequence[Any], params: dict[str, Any]
+) -> list[Any]:
+    """Emits a convolution of half operands with a float32 result.
+
+    cuDNN has none: XLA:GPU casts the operands back to float32, and reads and multiplies
+    those. There the result is rounded to half instead.
+    """
+    jaxpr = jax.make_jaxpr(lambda *xs: bind(eqn, xs, params))(*operands)
+    return [_FULL_CONVOLUTION.bind(*operands, jaxpr=jaxpr)]
+
+
+def _hold_primitive() -> jex.Primitive:
+    """Makes an identity of half arrays through which XLA:GPU sees no cast."""
+    primitive = jex.Primitive("hold")
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+    ad.primitive_jvps[primitive] = lambda primals, tangents: (
+        primitive.bind(*primals),
+        tangents[0],
+    )
+    batching.primitive_batchers[primitive] = lambda xs, axes: (
+        primitive.bind(*xs),
+        axes[0],
+    )
+
+    def times_one(x: Any) -> Any:
+        one = lax.optimization_barrier(np.ones((), x.dtype))
+        return x * lax.broadcast(one, x.shape)
+
+    mlir.register_lowering(primitive, lambda ctx, x: [x])
+    on_gpu = mlir.lower_fun(times_one, multiple_results=False)
+    mlir.register_lowering(primitive, on_gpu, platform="cuda")
+    return primitive
+
+
+_HOLD = _hold_primitive()
+
+
+def hold(x: Any) -> Any:
+    """Keeps a rounded value rounded where it is read in float32.
+
+    XLA:GPU drops the casts float32 -> half -> float32 between two kernels, and then
+    writes the value in float32, often beside its half copy (openxla/xla#41605). On GPUs
+    alone this multiplies by a 1 that the compiler does not know to be one: exact, and
+    fused.
+    """
+    return _HOLD.bind(x)
 
 
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Emits the equation's primitive and returns its results as a list."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def scatter_into_zeros(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Emits a `scatter-add` into zeros of which no two updates meet.
+
+    It adds nothing up, so it is a `scatter`; and that one, unlike `scatter-add`, holds
+    no jaxpr of its old dtype.
+    """
+    params = eqn.params
+    operand, indices, updates = values
+    out = lax.scatter(
+        operand,
+        indices,
+        updates,
+        params["dimension_numbers"],
+        indices_are_sorted=params["indices_are_sorted"],
+        unique_indices=True,
+        mode=params["mode"],
+    )
+    return [out]
 
 
 def wrap(fun: Callable[..., Any], like: Any) -> Any:
@@ -251,6 +408,18 @@ def is_being_differentiated(x: Any) -> bool:
     while type(x).__name__ == "BatchTracer":
         x = x.val
     return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
+
+
+def vary(x: Any, axes: Sequence[str]) -> Any:
+    """Marks an array inside a `shard_map` as different on each device of its axes.
+
+    Args:
+      x: the array.
+      axes: the mesh axes over which the `shard_map` checks what varies.
+    """
+    known = jax.typeof(x).mat.varying if axes else ()
+    missing = tuple(a for a in axes if a not in known)
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def is_reference(aval: Any) -> bool:

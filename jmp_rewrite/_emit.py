@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._cast import narrow, scalar
+from jmp_rewrite._cast import after_cast, narrow, scalar
 from jmp_rewrite._demand import AS_HALF, Demand
 from jmp_rewrite._graph import FLOAT32, Inner, Instance
 from jmp_rewrite._plan import Action, Plan
@@ -120,6 +120,11 @@ class Emitter:
             return self._product(eqn, action, env)
         if action & Action.WIDE:
             return self._wide(eqn, action, env)
+        if (
+            eqn.primitive.name == "sharding_constraint"
+            and entry in self.plan.pins.moved
+        ):
+            return self._constraint(eqn, action, env)
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, action, env, literals)
 
@@ -134,6 +139,8 @@ class Emitter:
         values = self._half_operands(eqn, env, {})
         dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
         params = dict(eqn.params, preferred_element_type=dtype)
+        if action & Action.EMITS_FULL and eqn.primitive.name == "conv_general_dilated":
+            return [Cell(x) for x in _compat.full_convolution(eqn, values, params)]
         is_bfloat16 = self.plan.half != np.float16
         if action & Action.EMITS_FULL and is_bfloat16 and len(values) == 2:
             return [Cell(x) for x in _compat.shielded_product(eqn, values, params)]
@@ -142,8 +149,11 @@ class Emitter:
     def _wide(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
         saturate = bool(action & Action.SATURATES)
+        hold = _compat.hold if action & Action.HELD else _as_it_is
         return [
-            Cell(self._narrow(cell.value, saturate or cell.saturate), cell.saturate)
+            Cell(
+                hold(self._narrow(cell.value, saturate or cell.saturate)), cell.saturate
+            )
             if cell.value.dtype == FLOAT32
             else cell
             for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
@@ -162,8 +172,17 @@ class Emitter:
             return [
                 Cell(x if x.dtype == dtype else _compat.convert(x, dtype), saturate)
             ]
-        outs = _compat.bind(eqn, values, eqn.params)
+        if eqn.primitive.name == "scatter-add":
+            outs = _compat.scatter_into_zeros(eqn, values)
+        else:
+            outs = _compat.bind(eqn, values, eqn.params)
         return [Cell(x, saturate) for x in outs]
+
+    def _constraint(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
+        """Emits where a weight is to lie, after its cast."""
+        (x,) = self._half_operands(eqn, env, {})
+        outs = _compat.bind(eqn, [after_cast(x, eqn.params["sharding"])], eqn.params)
+        return [Cell(x, bool(action & Action.ARGUMENT)) for x in outs]
 
     def _half_operands(
         self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
@@ -303,6 +322,10 @@ class Emitter:
 
     def _entry(self, node: int | None) -> int:
         return -1 if node is None else int(self.plan.actions[node])
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
 
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:

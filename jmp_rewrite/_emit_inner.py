@@ -77,7 +77,10 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
             node = inner.carry_in[i - num_consts]
             values.append(e.to_joint(cell, node, avals[i]))
             continue
-        values.append(e.passed(cell, demand))
+        # Slices are cast inside: a half copy of all layers' weights would live through
+        # the whole step, and to cut a slice out of it is a copy of its own.
+        is_slice = i >= first and cell.half is None
+        values.append(cell.value if is_slice else e.passed(cell, demand))
         both = demand == AS_HALF | AS_FULL and e.plan.shared
         if i < num_consts and both and cell.value.dtype == FLOAT32:
             halves.append((i, e.read_half(cell)))

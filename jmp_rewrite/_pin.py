@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -55,6 +56,8 @@ class Pins:
       moved: nodes that only move arguments' values -> dimensions of the arguments.
       sinks: nodes without a float32 result that take the precision of what they read.
       used_scopes: the patterns that matched something.
+      rounds_after: nodes that compute in float32, whose result may be rounded once.
+      lossy: clear nodes with a number that the compute dtype rounds.
     """
 
     categories: list[Category | None]
@@ -67,6 +70,8 @@ class Pins:
     moved: Mapping[int, int] = dataclasses.field(default_factory=dict)
     sinks: frozenset[int] = frozenset()
     used_scopes: frozenset[str] = frozenset()
+    rounds_after: frozenset[int] = frozenset()
+    lossy: frozenset[int] = frozenset()
 
     def reason(self, graph: Graph, node: int) -> str:
         """Returns why a node is what it is, as a sentence."""
@@ -109,11 +114,80 @@ def pin(
     if policy.compute_dtype == np.float16:
         local.out_of_range |= _unknown_epsilons(graph, pins)
     _danger(graph, pins, consumers, local.out_of_range)
+    pins.rounds_after = _rounds_after(graph, pins, policy)
     _train_state(graph, pins, consumers, predecessors)
+    pins.lossy = _lossy(graph, policy.compute_dtype)
     pins.out_of_range = frozenset(local.out_of_range)
     pins.moved = _state.moved_arguments(graph, pins.categories, pins.out_of_range)
     pins.used_scopes = frozenset(local.used)
     return pins
+
+
+# Arithmetic whose own result may be rounded although it is computed in float32.
+_ROUNDED_AFTER = frozenset(
+    {
+        "acos",
+        "acosh",
+        "asin",
+        "atanh",
+        "cos",
+        "cosh",
+        "erf_inv",
+        "exp",
+        "exp2",
+        "expm1",
+        "pow",
+        "sin",
+        "sinh",
+        "tan",
+    }
+)
+
+
+def _rounds_after(graph: Graph, pins: Pins, policy: Policy) -> frozenset[int]:
+    """Returns what computes in float32 and may be rounded once, afterwards.
+
+    That is what something dangerous lies upstream of: a layer norm's result, the
+    probabilities of a softmax; and in bfloat16, which has float32's range, an `exp`
+    itself. In float16 it is only what a product reads, because that is rounded anyway.
+    """
+    endangered = {n for n, source in enumerate(pins.upstream) if source >= 0}
+    if policy.compute_dtype != np.float16:
+        return frozenset(
+            endangered
+            | {
+                n.index
+                for n in graph.nodes
+                if n.name in _ROUNDED_AFTER
+                and pins.full[n.index] == f"full: {_rules.reason(n.name, DENY)}"
+                and n.name not in policy.rules
+                and n.eqn.primitive not in policy.rules
+                and not _is_scalar(n)
+            }
+        )
+    consumers = graph.consumers()
+    read: set[int] = set()
+    for node in reversed(graph.nodes):
+        for reader in consumers[node.index]:
+            product = pins.categories[reader] is ALLOW and pins.full[reader] is None
+            if product or (reader in read and pins.categories[reader] is CLEAR):
+                read.add(node.index)
+    return frozenset(endangered & read)
+
+
+def _lossy(graph: Graph, dtype: Any) -> frozenset[int]:
+    """Returns the nodes with a number that rounding to half changes."""
+
+    def is_exact(number: Any) -> bool:
+        number = np.asarray(number)
+        return bool(np.all(number.astype(dtype).astype(number.dtype) == number))
+
+    with np.errstate(over="ignore"):
+        return frozenset(
+            n.index
+            for n in graph.nodes
+            if n.literals and not all(map(is_exact, n.literals.values()))
+        )
 
 
 def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
@@ -271,7 +345,9 @@ def unrepresentable(number: Any, dtype: Any) -> float | None:
     """
     exact = np.asarray(number, np.float64)
     with np.errstate(all="ignore"):
-        rounded = np.asarray(number, np.float32).astype(dtype).astype(np.float64)
+        largest = float(ml_dtypes.finfo(dtype).max)
+        inside = np.where(np.isfinite(exact), np.clip(exact, -largest, largest), exact)
+        rounded = inside.astype(np.float32).astype(dtype).astype(np.float64)
         error = np.abs(rounded - exact)
         eps = float(ml_dtypes.finfo(dtype).eps)
         lost = np.isfinite(exact) & ~(error <= eps * np.abs(exact))
@@ -340,8 +416,23 @@ def _scatter(node: Node) -> Category | None:
     return DENY if node.eqn.params.get("update_jaxpr") is not None else CLEAR
 
 
+def _scatter_add(node: Node) -> Category:
+    """A sum of nothing: one update at most for each place of zeros.
+
+    So is the transpose of `take_along_axis`, with which losses pick a label's logit.
+    """
+    if node.literals.get(0) != 0.0:
+        return DENY
+    numbers = node.eqn.params["dimension_numbers"]
+    batching = numbers.scatter_indices_batching_dims
+    shape = node.eqn.invars[1].aval.shape[:-1]
+    several = math.prod(n for d, n in enumerate(shape) if d not in batching)
+    return CLEAR if several == 1 else DENY
+
+
 _SPECIAL = {
     "convert_element_type": _convert,
+    "scatter-add": _scatter_add,
     "reduce_precision": _reduce_precision,
     "scatter": _scatter,
 }
@@ -445,11 +536,12 @@ def _train_state(
     predecessors: Sequence[Sequence[int]],
 ) -> None:
     """Pins train state, and what no product depends on but through it."""
-    state = _state.train_state(graph, pins.categories, consumers)
+    streams = _state.residual_streams(graph, pins.categories, consumers)
+    state = _state.train_state(graph, pins.categories, consumers, streams)
     for index in state:
         if pins.full[index] is None or index in pins.forced:
             pins.full[index] = STATE
-    _full_carries(graph, pins)
+    _full_carries(graph, pins, streams)
     if pins.whole_step:
         for index in _state.optimizer_products(graph, pins.categories, state):
             if pins.full[index] is None and index not in pins.forced:
@@ -458,6 +550,8 @@ def _train_state(
         n for n, c in enumerate(pins.categories) if c is ALLOW and pins.full[n] is None
     }
     useful = _state.leads_to_product(products, predecessors, state.__contains__)
+    pins.rounds_after = (pins.rounds_after & useful) - state
+    recurrent = _state.recurrent_activations(graph, pins.categories, consumers)
     sinks = set()
     for node in graph.nodes:
         index = node.index
@@ -467,6 +561,8 @@ def _train_state(
             sinks.add(index)
         elif index not in useful:
             pins.full[index] = NO_PRODUCT
+            if pins.whole_step and index in recurrent:
+                pins.rounds_after |= {index}
     pins.sinks = frozenset(sinks)
     if pins.whole_step:
         needed = useful | products
@@ -475,11 +571,12 @@ def _train_state(
         )
 
 
-def _full_carries(graph: Graph, pins: Pins) -> None:
+def _full_carries(graph: Graph, pins: Pins, streams: set[int]) -> None:
     """Pins the carries that an iteration computes in float32.
 
     Rounding what it hands on would add an error in every iteration; the copy that a
-    product reads is rounded anyway.
+    product reads is rounded anyway. The residual stream of a scan over layers is
+    rounded in every layer, as it is without the scan.
     """
     carries = [pair for loop in graph.loops for pair in loop.carries]
     changed = True
@@ -487,6 +584,8 @@ def _full_carries(graph: Graph, pins: Pins) -> None:
         changed = False
         for received, handed_on in carries:
             origin = _state.origin(graph, handed_on)
+            if received in streams and origin in pins.rounds_after:
+                continue
             if pins.full[received] is None and pins.full[origin] is not None:
                 pins.full[received] = pins.full[handed_on] = STATE
                 changed = True

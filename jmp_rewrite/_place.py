@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from scipy import sparse
+from scipy.sparse import csgraph
+
 from jmp_rewrite._rules import Category
 
 
@@ -71,16 +75,6 @@ def propagate(graph: BareGraph) -> list[bool]:
     half |= _flood(half, both, lambda n: may(n, Category.CLEAR), half)
     _agree(graph.carries, half)
     return [n in half for n in range(len(categories))]
-
-
-def products_only(graph: BareGraph) -> list[bool]:
-    """Labels the allow nodes half, and nothing else.
-
-    For the rules of custom derivatives. A backward rule may compute the forward pass
-    again, as a program of its own; where both round the same values, whatever else the
-    programs hold, a solver accepts the same steps in both.
-    """
-    return [c is Category.ALLOW for c in graph.categories]
 
 
 class _Both:
@@ -257,3 +251,96 @@ class _Settling:
             else:
                 sources.append(source)
         return sources
+
+
+class Storage(NamedTuple):
+    """What it costs to store the results of a program in half or in float32.
+
+    Attributes:
+      saved: bytes that a half result of each node saves; negative where it costs.
+      edges: (node, node, cost) of pairs that should agree, and the cost if they do not.
+      may: whether a node's result may be half.
+      ties: pairs of nodes that must agree.
+    """
+
+    saved: Sequence[int]
+    edges: Sequence[tuple[int, int, int]]
+    may: Sequence[bool]
+    ties: Sequence[tuple[int, int]] = ()
+
+    def cost(self, half: Sequence[bool]) -> int:
+        """Returns what a labelling costs; the smallest one is the best."""
+        kept = sum(s for s, h in zip(self.saved, half, strict=True) if not h)
+        return kept + sum(c for a, b, c in self.edges if half[a] != half[b])
+
+
+# SciPy's flows are 32-bit; two capacities are added at most.
+_LARGEST_CAPACITY = 2**29
+
+
+def cheapest(storage: Storage) -> list[bool]:
+    """Labels nodes half (True) so that the cost is smallest: a minimum cut.
+
+    Nodes on the side of the source are half. A node that saves bytes hangs on the
+    source, one that costs bytes on the sink, and an edge between two nodes carries what
+    it costs to part them. Ties are one vertex; what may not be half is the sink. Of
+    several cheapest labellings it is the one with the fewest half nodes.
+
+    Costs are exact up to 2**29 within what hangs together, and rounded to as many
+    digits beyond.
+    """
+    size = len(storage.may)
+    source, sink = size, size + 1
+    vertex = _vertices(storage, sink)
+    terminals = [
+        (source, vertex[n], saved) if saved > 0 else (vertex[n], sink, -saved)
+        for n, saved in enumerate(storage.saved)
+    ]
+    between = [(vertex[a], vertex[b], cost) for a, b, cost in storage.edges]
+    edges = [*terminals, *between, *((b, a, cost) for a, b, cost in between)]
+    edges = [e for e in edges if e[0] != e[1] and e[2] > 0 and e[0] != sink]
+    if not edges:
+        return [False] * size
+    half = _source_side(np.array(edges, np.int64), source, sink)
+    return [v in half for v in vertex]
+
+
+def _vertices(storage: Storage, sink: int) -> list[int]:
+    """Returns for each node its vertex of the flow network; ties share one."""
+    leader = list(range(len(storage.may)))
+
+    def find(node: int) -> int:
+        while leader[node] != node:
+            leader[node] = leader[leader[node]]
+            node = leader[node]
+        return node
+
+    for a, b in storage.ties:
+        leader[find(a)] = find(b)
+    full = {find(n) for n, may in enumerate(storage.may) if not may}
+    return [sink if find(n) in full else find(n) for n in range(len(leader))]
+
+
+def _source_side(edges: np.ndarray, source: int, sink: int) -> set[int]:
+    """Returns the vertices that stay with the source in the smallest minimum cut."""
+    shape = (sink + 1, sink + 1)
+    rows, columns, exact = edges.T
+    parts = _parts(rows, columns, source, sink)
+    part = parts[np.where(rows == source, columns, rows)]
+    largest = np.zeros(parts.max() + 1)
+    np.maximum.at(largest, part, exact)
+    scale = np.minimum(1.0, _LARGEST_CAPACITY / largest[part])
+    capacities = np.maximum(1, np.round(exact * scale)).astype(np.int32)
+    network = sparse.csr_matrix((capacities, (rows, columns)), shape=shape)
+    residual = network - csgraph.maximum_flow(network, source, sink).flow
+    residual.eliminate_zeros()
+    return set(csgraph.breadth_first_order(residual, source, return_predecessors=False))
+
+
+def _parts(rows: np.ndarray, columns: np.ndarray, source: int, sink: int) -> np.ndarray:
+    """Returns for each vertex the part of the network, less source and sink."""
+    inside = (rows != source) & (columns != sink)
+    ones = np.ones(int(inside.sum()), np.int8)
+    links = (ones, (rows[inside], columns[inside]))
+    network = sparse.csr_matrix(links, shape=(sink + 1, sink + 1))
+    return csgraph.connected_components(network, directed=False)[1]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jmp_rewrite import _rules, _state
+from jmp_rewrite import _place, _rules, _state
 from jmp_rewrite._graph import Graph, Node
-from jmp_rewrite._pin import Pins, bare
-from jmp_rewrite._place import BareGraph, settle
+from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category
 from jmp_rewrite._scopes import Place
+from jmp_rewrite._storage import REDUCTIONS, moves_exactly, storage
 
 
 class Action:
@@ -26,6 +26,8 @@ class Action:
       SATURATES: with WIDE: rounding never makes an infinity of a finite number.
       ARGUMENT: its results hold nothing but an argument's values, so that rounding
         them saturates as well.
+      HELD: with WIDE: something reads the rounded result in float32, and has to read
+        that one.
     """
 
     FULL = 0
@@ -34,6 +36,10 @@ class Action:
     EMITS_FULL = 4
     SATURATES = 8
     ARGUMENT = 16
+    HELD = 32
+
+
+_JOINTS = frozenset({"carry_in", "carry_out", "join"})
 
 
 # Every result of these reads its operand several times; the transpose is a sum, which
@@ -84,36 +90,128 @@ class Plan:
         return any(a & Action.HALF for a in self.actions)
 
 
+# Says of each node whether its result is half; products run on half operands anyway.
+Placement = Callable[[Graph, Pins], list[bool]]
+
+
+def cheapest(graph: Graph, pins: Pins) -> list[bool]:
+    """Rounds what is written to memory: the minimum cut of what storing costs.
+
+    Before differentiation a backward pass that nobody has seen keeps values in the
+    dtype that they are computed in, so that there what TensorFlow's pass computes in
+    half is half as well.
+    """
+    labels = _place.cheapest(storage(graph, pins))
+    if not pins.whole_step:
+        native = propagation(graph, pins)
+        labels = [a or b for a, b in zip(labels, native, strict=True)]
+    return labels
+
+
+def propagation(graph: Graph, pins: Pins) -> list[bool]:
+    """TensorFlow's propagation, less what buys nothing."""
+    seen = bare(graph, pins)
+    labels = _place.propagate(seen)
+    for node in pins.forced:
+        if seen.categories[node] is Category.ALLOW:
+            labels[node] = True
+    wide = frozenset(
+        n.index for n in graph.nodes if _width(n, graph, pins) & Action.WIDE
+    )
+    returned = frozenset(v.node for v in graph.results)
+    return _place.settle(seen, labels, pins.emits_full, wide, returned, pins.sinks)
+
+
+def products(graph: Graph, pins: Pins) -> list[bool]:
+    """Matrix products alone.
+
+    For the rules of custom derivatives. A backward rule may compute the forward pass
+    again, as a program of its own; where both round the same values, whatever else the
+    programs hold, a solver accepts the same steps in both.
+    """
+    return [_runs_half(n, pins) for n in range(len(graph.nodes))]
+
+
 def make_plan(
     graph: Graph,
     pins: Pins,
     half: np.dtype,
-    placement: Callable[[BareGraph], list[bool]],
+    placement: Placement,
     nested: Callable[[Any, Place], Plan],
 ) -> Plan:
     """Places what the pins leave free and says what to do with each node."""
-    graph_seen = bare(graph, pins)
-    labels = placement(graph_seen)
-    for node in pins.forced:
-        if graph_seen.categories[node] is Category.ALLOW:
-            labels[node] = True
-    wide = {n.index: _width(n, graph, pins) for n in graph.nodes}
-    reads_full = frozenset(n for n, w in wide.items() if w & Action.WIDE)
-    returned = frozenset(v.node for v in graph.results)
-    labels = settle(
-        graph_seen, labels, pins.emits_full, reads_full, returned, pins.sinks
-    )
-    actions = []
-    for node, is_half in enumerate(labels):
-        saturates = node in pins.moved and (
-            half == np.float16 or node in pins.out_of_range
-        )
-        action = Action.ARGUMENT if saturates else Action.FULL
-        if is_half:
-            emits = node in pins.emits_full
-            action |= Action.HALF | (Action.EMITS_FULL if emits else wide[node])
-        actions.append(action)
+    labels = placement(graph, pins)
+    if pins.whole_step and placement is not propagation:
+        _follow_exactly(graph, pins, labels)
+    actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
+    for node in _read_in_both(graph, actions):
+        actions[node] |= Action.HELD
     return Plan(graph, pins, half, actions, pins.whole_step, nested)
+
+
+def _runs_half(node: int, pins: Pins) -> bool:
+    return pins.categories[node] is Category.ALLOW and pins.full[node] is None
+
+
+def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
+    """Moves half values in half, whoever reads them: that is exact.
+
+    A loss picks a label's logit; cast first, all logits would be written in float32.
+    """
+    for node in graph.nodes:
+        index = node.index
+        if labels[index] or node.name in _JOINTS or node.name in REDUCTIONS:
+            continue
+        if not (node.avals and node.inputs):
+            continue
+        asked = pins.full[index] not in (None, NO_PRODUCT) and pins.upstream[index] < 0
+        if not asked and moves_exactly(node, pins):
+            labels[index] = all(v.node >= 0 and labels[v.node] for v in node.inputs)
+
+
+def _action(
+    node: Node, graph: Graph, pins: Pins, half: np.dtype, labels: Sequence[bool]
+) -> int:
+    """Returns how a node is emitted, given which results are half."""
+    index = node.index
+    category = pins.categories[index]
+    saturates = index in pins.moved and (
+        half == np.float16 or index in pins.out_of_range
+    )
+    action = Action.ARGUMENT if saturates else Action.FULL
+    if _runs_half(index, pins):
+        return action | Action.HALF | (0 if labels[index] else Action.EMITS_FULL)
+    sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
+    if index in pins.sinks:
+        exact = bool(sources) and all(sources) and moves_exactly(node, pins)
+        return action | (Action.HALF if exact else Action.FULL)
+    if not labels[index]:
+        return action
+    native = category is Category.CLEAR or (
+        category is Category.INFER
+        and (
+            (all(sources) and index not in pins.lossy)
+            or (not pins.whole_step and pins.upstream[index] < 0)
+        )
+    )
+    width = _width(node, graph, pins)
+    return action | Action.HALF | (width if native else width | Action.WIDE)
+
+
+def _read_in_both(graph: Graph, actions: Sequence[int]) -> list[int]:
+    """Returns the rounded results that something reads in float32."""
+    consumers = graph.consumers()
+    returned = {v.node for v in graph.results}
+
+    def reads_full(node: int) -> bool:
+        return not actions[node] & Action.HALF or bool(actions[node] & Action.WIDE)
+
+    return [
+        n
+        for n, action in enumerate(actions)
+        if action & Action.WIDE
+        and (n in returned or any(map(reads_full, consumers[n])))
+    ]
 
 
 def _width(node: Node, graph: Graph, pins: Pins) -> int:
@@ -123,7 +221,10 @@ def _width(node: Node, graph: Graph, pins: Pins) -> int:
         ranks = [_state.argument_rank(v, pins.moved) for v in node.inputs]
         if max(ranks, default=-1) > 1:
             return Action.WIDE | Action.SATURATES
-    if node.name in _rules.ACCUMULATES or node.name in _TYPED:
+    if (
+        node.name in _rules.ACCUMULATES
+        and pins.categories[node.index] is not Category.CLEAR
+    ) or node.name in _TYPED:
         return Action.WIDE
     if node.name in _SPREADS and not pins.whole_step:
         return Action.WIDE

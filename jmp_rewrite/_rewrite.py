@@ -14,13 +14,18 @@ from jmp_rewrite._emit_inner import HANDLERS
 from jmp_rewrite._plan import Plan
 
 
-def run(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def run(
+    plan: Plan,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    emitter_type: type[Emitter] = Emitter,
+) -> list[Any]:
     """Evaluates a program on its constants and arguments, as its plan says.
 
     Returns:
       Its results with the dtypes and weak types that they had.
     """
-    emitter = Emitter(plan, HANDLERS, run)
+    emitter = emitter_type(plan, HANDLERS, run)
     saturate = plan.half == np.float16
     cells = [Cell(x, saturate) for x in [*consts, *args]]
     outvars = _compat.open_jaxpr(plan.graph.top.jaxpr).outvars

@@ -60,6 +60,7 @@ def train_state(
     graph: Graph,
     categories: Sequence[Category | None],
     consumers: Sequence[Sequence[int]],
+    streams: set[int],
 ) -> set[int]:
     """Returns the nodes that update train state, or lie on its way.
 
@@ -67,13 +68,13 @@ def train_state(
       graph: the program.
       categories: of each node; allow nodes end what is followed.
       consumers: for each node the nodes that read it.
+      streams: carries that are no state: the residual streams of scans over layers.
 
     Returns:
       Indices of nodes that stay float32.
     """
-    exempt = _residual_streams(graph, categories, consumers)
-    updates = _updates(graph, categories, consumers, exempt)
-    return updates | _paths(graph, categories, consumers, exempt)
+    updates = _updates(graph, categories, consumers, streams)
+    return updates | _paths(graph, categories, consumers, streams)
 
 
 def _paths(
@@ -174,6 +175,7 @@ def _updates(
     It may lead to a product only, and to no result: the perturbed weights of SAM, the
     fast weights of MAML.
     """
+    made = made_by_products(categories, consumers) if graph.loops else set()
     state: set[int] = set()
     pinned: set[int] = set()
     work = list(range(len(graph.nodes) - 1, -1, -1))
@@ -181,7 +183,7 @@ def _updates(
         node = graph.nodes[work.pop()]
         if node.index in state:
             continue
-        kind = _follows(node, categories[node.index], state, exempt)
+        kind = _follows(node, categories[node.index], state, exempt, made)
         if kind:
             state.add(node.index)
             if kind == "update":
@@ -191,7 +193,11 @@ def _updates(
 
 
 def _follows(
-    node: Node, category: Category | None, state: set[int], exempt: set[int]
+    node: Node,
+    category: Category | None,
+    state: set[int],
+    exempt: set[int],
+    made: set[int],
 ) -> str:
     """Tells whether a node moves or updates state, or neither ("")."""
     if category is Category.ALLOW or not node.avals:
@@ -202,7 +208,7 @@ def _follows(
         return "move" if _is_random(node) or _is_filled(node) else ""
 
     def is_state(value: Value) -> bool:
-        return value.node in state or _is_source(value)
+        return value.node in state or _is_source(value, made)
 
     if node.name in ("carry_in", "join"):
         return "move" if any(map(is_state, node.inputs)) else ""
@@ -226,10 +232,14 @@ def _is_filled(node: Node) -> bool:
     return node.name == "broadcast_in_dim" and bool(node.avals[0].shape)
 
 
-def _is_source(value: Value) -> bool:
-    """Tells an argument, a captured array or a slice of a loop's `xs`."""
+def _is_source(value: Value, made: set[int]) -> bool:
+    """Tells an argument, a captured array or a slice of a loop's `xs`.
+
+    What a product has made and a loop slices are activations: a forward pass in a loop
+    stacks them for the backward pass.
+    """
     if value.slice_of >= 0:
-        return True
+        return value.node not in made
     return value.node < 0 and value.constant is None and value.made_of_data
 
 
@@ -238,7 +248,7 @@ def _is_random(node: Node) -> bool:
     return node.name == "bitcast_convert_type" and bool(node.avals[0].shape)
 
 
-def _residual_streams(
+def residual_streams(
     graph: Graph,
     categories: Sequence[Category | None],
     consumers: Sequence[Sequence[int]],
@@ -266,6 +276,27 @@ def _residual_streams(
             ):
                 streams.add(received)
     return streams
+
+
+def recurrent_activations(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    consumers: Sequence[Sequence[int]],
+) -> set[int]:
+    """Returns what products make inside forward loops: the gates of an LSTM.
+
+    They lead to products through a carry alone, like an update of train state; but
+    no backward pass lies before them.
+    """
+    inside = {
+        n
+        for loop in graph.loops
+        if not loop.place.backward and not _trains(graph, loop)
+        for n in loop.nodes
+    }
+    if not inside:
+        return inside
+    return inside & made_by_products(categories, consumers)
 
 
 def _trains(graph: Graph, loop: Loop) -> bool:

@@ -5,11 +5,13 @@ Trace, decide, emit. This is the only place that knows of pytrees.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +27,6 @@ from jmp_rewrite import (
     _graph,
     _parameters,
     _pin,
-    _place,
     _plan,
     _rewrite,
 )
@@ -71,6 +72,16 @@ tree_util.register_pytree_node(_Hidden, lambda x: ((), x), lambda x, _: x)
 def _hide(tree: Any) -> Any:
     """Hides the leaves of a tree that are no arrays."""
     return tree_util.tree_map(lambda x: x if _is_traced(x) else _Hidden(x), tree)
+
+
+def _show_types(tree: Any) -> Any:
+    """Shows the types that stand for arrays, where nothing is computed."""
+
+    def show(x: Any) -> Any:
+        is_type = isinstance(x, _Hidden) and isinstance(x.value, jax.ShapeDtypeStruct)
+        return x.value if is_type else x
+
+    return tree_util.tree_map(show, tree, is_leaf=lambda x: isinstance(x, _Hidden))
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -157,14 +168,55 @@ def mixed_precision(
         if chosen.compute_dtype == np.float32:
             with jax.named_scope(REWRITTEN):
                 return fun(*args, **kwargs)
-        traced = _trace(fun, *arguments)
-        plan = decide_traced(traced, chosen)
-        with jax.named_scope(REWRITTEN):
-            consts = _compat.constants(traced.closed)
-            results = _rewrite.run(plan, consts, traced.arrays)
-        return traced.rebuild(results)
+        with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
+            traced = _trace(pure, pure_args, pure_kwargs)
+            plan = decide_traced(traced, chosen)
+            with jax.named_scope(REWRITTEN):
+                consts = _compat.constants(traced.closed)
+                results = _rewrite.run(plan, consts, traced.arrays)
+            return finish(traced.rebuild(results))
 
-    return _wraps(fun, wrapped)
+    wraps(fun, wrapped)
+    wrapped.decorated = Decorated(wrapped, fun, fixed, static.hide)  # type: ignore[attr-defined]
+    return wrapped
+
+
+class Decorated(NamedTuple):
+    """What `mixed_precision` was given, kept as an attribute of what it returns.
+
+    Attributes:
+      wrapped: what it returned. Functions that wrap it copy its attributes: this tells
+        it from them.
+      fun: the function.
+      policy: the policy, or None for the default one.
+      hide: returns a call's arguments with what is static, or no array, hidden.
+    """
+
+    wrapped: Callable[..., Any]
+    fun: Callable[..., Any]
+    policy: Policy | None
+    hide: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def undecorated(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Policy | None]:
+    """Returns what `mixed_precision` decorates, inside `jax.jit` too, and its policy.
+
+    Anything else is returned as it is, with None.
+    """
+    inner = fun
+    while hasattr(inner, "lower") and hasattr(inner, "__wrapped__"):  # jax.jit
+        inner = inner.__wrapped__
+    given = getattr(inner, "decorated", None)
+    if not isinstance(given, Decorated) or given.wrapped is not inner:
+        return fun, None
+    return given.fun, given.policy
+
+
+def trace_call(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Traced:
+    """Traces a function for one call."""
+    return _trace(fun, args, kwargs)
 
 
 def _is_policy(given: Any) -> bool:
@@ -231,7 +283,7 @@ class _Static(NamedTuple):
     def hide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns a call's arguments with what is static, or no array, hidden."""
+        """Returns a call's arguments with what is static hidden."""
         hidden = list(args)
         for number in self.numbers:
             position = number + len(args) if number < 0 else number
@@ -243,7 +295,7 @@ class _Static(NamedTuple):
                     f"which has {len(args)}, got {number}."
                 )
         named = {k: _Hidden(v) if k in self.names else v for k, v in kwargs.items()}
-        return _hide((tuple(hidden), named))
+        return tuple(hidden), named
 
 
 _POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
@@ -281,7 +333,7 @@ def _position(fun: Any, number: int, positional: Sequence[Any]) -> int:
     if not -count <= number < count:
         raise ValueError(
             f"static_argnums expected positions of the {count} positional arguments "
-            f"{_listed(positional)} of {_name(fun)}, got {number}."
+            f"{_listed(positional)} of {name_of(fun)}, got {number}."
         )
     return number % count
 
@@ -298,7 +350,7 @@ def _check_name(fun: Any, name: str, parameters: Sequence[Any]) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
             f"static_argnames expected names of arguments {_listed(known)} of "
-            f"{_name(fun)}, got {name!r}{hint}"
+            f"{name_of(fun)}, got {name!r}{hint}"
         )
 
 
@@ -306,7 +358,7 @@ def _listed(parameters: Sequence[Any]) -> str:
     return f"({', '.join(p.name for p in parameters)})"
 
 
-def _name(fun: Any) -> str:
+def name_of(fun: Any) -> str:
     inner = _innermost(fun)
     return getattr(inner, "__qualname__", type(inner).__name__)
 
@@ -317,7 +369,7 @@ def _innermost(fun: Any) -> Any:
     return fun
 
 
-def _wraps(fun: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
+def wraps(fun: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
     """`functools.wraps` for anything callable, partial objects and modules too."""
     inner = _innermost(fun)
     # What a function carries is copied; the fields of a module are no business here.
@@ -327,7 +379,28 @@ def _wraps(fun: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[...
     return wrapped
 
 
+def pure_call(
+    fun: Callable[..., Any], args: Any, kwargs: Any
+) -> contextlib.AbstractContextManager[tuple[Any, Any, Any, Callable[[Any], Any]]]:
+    """Makes a call one of a function of trees, whose arguments do not change.
+
+    Returns:
+      A context manager that gives a function, its arguments, its keyword arguments,
+      and what makes `fun`'s result of the function's result. They are `fun` itself and
+      what was given, unless Flax NNX is in use: its modules change in place.
+    """
+    if "flax.nnx" in sys.modules:
+        from jmp_rewrite import _nnx  # it imports Flax
+
+        return _nnx.split(fun, args, kwargs, wraps)
+    return contextlib.nullcontext((fun, args, kwargs, lambda result: result))
+
+
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    return _trace_hidden(fun, *_hide((args, kwargs)))
+
+
+def _trace_hidden(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Traces `fun` through a fresh function, so that nothing it captured is cached."""
 
     def fresh(*args: Any, **kwargs: Any) -> Any:
@@ -335,10 +408,52 @@ def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
         return _hide(fun(*args, **kwargs))
 
     # Errors then name the user's function and its arguments, as those of jax.jit do.
-    _wraps(fun, fresh)
+    wraps(fun, fresh)
     closed, results = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
     arguments = (args, kwargs)
     return Traced(closed, tree_util.tree_leaves(arguments), arguments, results)
+
+
+def trace_types(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    hide: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+) -> Traced:
+    """Traces `fun` for a call whose arrays may be given as `jax.ShapeDtypeStruct`.
+
+    Args:
+      fun: the function.
+      args: positional arguments.
+      kwargs: arguments by name.
+      hide: `Decorated.hide`; None if no argument is static.
+    """
+    arguments = (args, kwargs) if hide is None else hide(args, kwargs)
+    with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, _):
+        return _trace_hidden(pure, *_show_types(_hide((pure_args, pure_kwargs))))
+
+
+def decide_quietly(
+    traced: Traced, policy: Policy
+) -> tuple[_graph.Graph, _plan.Plan | None, list[str]]:
+    """Decides for a traced function, and warns of nothing.
+
+    Returns:
+      The program, what is done with it (None under a float32 policy), and the patterns
+      of `scopes` that matched nothing.
+    """
+    if policy.compute_dtype == np.float32:
+        return _build.build(traced.closed), None, []
+    plan, used = _decide(
+        traced.closed,
+        policy,
+        Place(),
+        _parameters.argument_paths(traced.arguments),
+        _parameters.result_paths(traced.results),
+    )
+    # Inside derivative rules, which nobody has traced yet, there may be more scopes.
+    known = [] if plan.graph.has_backward_rules else policy.scopes
+    return plan.graph, plan, [p for p in known if p not in used]
 
 
 def decide_traced(traced: Traced, policy: Policy) -> _plan.Plan:
@@ -386,7 +501,7 @@ def _decide(
     arguments: Sequence[str | None] = (),
     results: Sequence[str] = (),
     differentiated: bool = False,
-    placement: Callable[[_place.BareGraph], list[bool]] = _place.propagate,
+    placement: _plan.Placement = _plan.cheapest,
 ) -> tuple[_plan.Plan, frozenset[str]]:
     """Decides for a program that stands somewhere, a derivative rule in its scope."""
     table = policy.table()
@@ -409,7 +524,7 @@ def _decide(
             policy,
             place,
             differentiated=True,
-            placement=_place.products_only,
+            placement=_plan.products,
         )[0],
     )
     return plan, used | matched(policy, (n.place.path for n in graph.nodes))

@@ -6,11 +6,14 @@ case where the op became half) and to 320 while loops.
 """
 
 import csv
+import itertools
 import pathlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jmp_rewrite._place import BareGraph, propagate, settle
+from jmp_rewrite._place import BareGraph, Storage, cheapest, propagate, settle
 from jmp_rewrite._rules import Category
 
 CATEGORIES = {
@@ -165,3 +168,63 @@ def test_a_carry_that_float32_reads_is_float32():
     assert settled("cwnc", edges, carries=[(3, 0)]) == "CWnC"
     both = [*edges, (0, 2)]
     assert settled("cwnc", both, carries=[(3, 0)]) == "cWnc"
+
+
+@st.composite
+def storages(draw, largest):
+    """Programs of up to seven nodes; each cost is up to `largest`."""
+    size = draw(st.integers(1, 7))
+    node = st.integers(0, size - 1)
+    price = st.one_of(st.integers(0, 9), st.integers(0, largest))
+    saved = draw(
+        st.lists(
+            st.builds(lambda p, negative: -p if negative else p, price, st.booleans()),
+            min_size=size,
+            max_size=size,
+        )
+    )
+    edges = draw(st.lists(st.tuples(node, node, price), max_size=10))
+    may = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    ties = draw(st.lists(st.tuples(node, node), max_size=2))
+    return Storage(saved, edges, may, ties)
+
+
+def brute_force(storage):
+    """All labellings, the cheapest first; of equal ones that with the fewest half."""
+    allowed = [
+        half
+        for half in itertools.product([False, True], repeat=len(storage.may))
+        if all(may or not h for may, h in zip(storage.may, half, strict=True))
+        and all(half[a] == half[b] for a, b in storage.ties)
+    ]
+    return min(allowed, key=lambda half: (storage.cost(half), sum(half)))
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(storages(largest=2**26))
+def test_the_placement_is_the_cheapest(storage):
+    """A minimum cut is what trying all labellings finds."""
+    assert cheapest(storage) == list(brute_force(storage))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(storages(largest=2**44))
+def test_the_placement_of_large_programs(storage):
+    """Terabytes do not fit into 32 bits: what is lost are the last of 29 digits."""
+    best, found = storage.cost(brute_force(storage)), storage.cost(cheapest(storage))
+    largest = max([*map(abs, storage.saved), *(c for *_, c in storage.edges)])
+    assert best <= found <= best + 40 * largest / 2**29
+
+
+def test_a_cut_is_by_the_smallest_cost():
+    """Rounding a shared source once is cheaper than each of what is moved from it."""
+    edges = [(0, 1, 3), (0, 2, 3)]
+    storage = Storage([-4, 8, 8], edges, [True] * 3)
+    assert cheapest(storage) == [True] * 3
+    assert cheapest(storage._replace(saved=[-9, 8, 8])) == [False, True, True]
+    assert cheapest(storage._replace(saved=[-9, 2, 2])) == [False] * 3
+    assert cheapest(storage._replace(may=[True, True, False])) == [False, True, False]
+    assert (
+        cheapest(storage._replace(ties=[(1, 2)], may=[True, True, False]))
+        == [False] * 3
+    )

@@ -1,0 +1,292 @@
+"""What a placement costs: which values are written to memory, and their bytes.
+
+A compiler fuses arithmetic, so most values of a program exist in registers alone, where
+half precision saves nothing and loses digits. Bytes move where a value is *stored*:
+
+- operands and results of matrix products, and results of what no compiler fuses with
+  its readers (gathers, scatters, sorts, sums, windows, what loops hand on);
+- a value that a later kernel reads, if it is costly (`exp`, `tanh`) or made of several
+  stored values. One that is cheaply made of a single stored value is computed again:
+  a layer norm's `x - mean` from `x`, but not the sum of two streams, because two values
+  would have to be read in place of one.
+
+A stored element costs 4 bytes in float32, 2 in half, and 6 if a product wants it half
+while others read it in float32. Rounding costs accuracy: an eighth of a byte an element
+is less than any saving, so that what is stored is rounded, and nothing else is. All of
+it is counted as often as it runs.
+
+Sources: XLA duplicates a cheap producer into its consumers, never an expensive one
+(xla/service/instruction_fusion.cc, `IsExpensive`), and ends a fusion at a reduction or
+a product (its producers, and on TPUs its consumers, are fused). What was measured is in
+`benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jmp_rewrite._graph import Graph, Node, Value
+from jmp_rewrite._pin import Pins
+from jmp_rewrite._place import Storage
+from jmp_rewrite._rules import Category
+
+FLOAT32_BYTES, HALF_BYTES = 4, 2
+ROUNDINGS_PER_BYTE = 8
+# A reduction by less than this is no statistic, but a large value itself.
+SMALL = 8
+# What a dimension counts that is a symbol when a program is exported.
+SYMBOLIC = 64
+
+REDUCTIONS = frozenset(
+    {
+        "argmax",
+        "argmin",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_sum",
+    }
+)
+
+# Arithmetic that compilers do not do twice.
+COSTLY = frozenset(
+    {
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "cos",
+        "cosh",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "logistic",
+        "pow",
+        "sin",
+        "sinh",
+        "tan",
+        "tanh",
+    }
+)
+# What compilers do not fuse with its readers.
+ENDS_KERNEL = frozenset(
+    {
+        "approx_top_k",
+        "argmax",
+        "argmin",
+        "carry_in",
+        "carry_out",
+        "cumlogsumexp",
+        "cummax",
+        "cummin",
+        "cumprod",
+        "cumsum",
+        "gather",
+        "join",
+        "psum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_sum",
+        "reduce_window_max",
+        "reduce_window_min",
+        "reduce_window_sum",
+        "scatter",
+        "scatter-add",
+        "scatter-max",
+        "scatter-min",
+        "scatter-mul",
+        "select_and_gather_add",
+        "select_and_scatter_add",
+        "sort",
+        "top_k",
+    }
+)
+
+
+def storage(graph: Graph, pins: Pins) -> Storage:
+    """Returns what it costs to store each value of a program in half or in float32."""
+    stored = _stored(graph, pins)
+    returned = frozenset(v.node for v in graph.results)
+    statistics = _statistics(graph, pins)
+    only_products = _read_by_products_alone(graph, pins)
+    may, saved, edges = [], [], []
+    for node in graph.nodes:
+        index, rounding = node.index, _price(node.avals, node.trips)
+        free = pins.full[index] is None or index in pins.rounds_after
+        # An argument's values are rounded for products alone: a loss reads the target.
+        is_kept = index in pins.moved and index not in only_products
+        keeps = is_kept or index in statistics or index in pins.emits_full
+        may.append(free and not keeps)
+        saving = _saving(node, graph, pins, stored[index], index in returned)
+        if moves_exactly(node, pins):
+            for value in node.inputs:
+                if value.node >= 0:
+                    price = _price([value.aval], node.trips)
+                    edges.append((value.node, index, price))
+        elif pins.categories[index] is not Category.ALLOW:
+            saving -= rounding
+        if index in pins.moved and may[-1]:
+            saving += rounding  # products share the argument's rounded copy
+        saved.append(saving)
+    ties = [pair for loop in graph.loops for pair in loop.carries]
+    return Storage(saved, edges, may, ties)
+
+
+def _statistics(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what is computed from reductions alone: means, variances, maxima.
+
+    They are small, and much is computed from each of them.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        size = elements(node.avals)
+        if node.name in REDUCTIONS:
+            before = max((elements([v.aval]) for v in node.inputs), default=0)
+            is_statistic = before >= SMALL * size
+        elif pins.categories[node.index] is Category.ALLOW:
+            is_statistic = False
+        else:
+            large = [v for v in node.inputs if _has_to_be_read(v, size)]
+            is_statistic = bool(large) and all(v.node in found for v in large)
+        if is_statistic:
+            found.add(node.index)
+    return found
+
+
+def moves_exactly(node: Node, pins: Pins) -> bool:
+    """Tells what computes no new numbers: half operands make an exact half result."""
+    return (
+        pins.categories[node.index] is Category.CLEAR and node.index not in pins.lossy
+    )
+
+
+def elements(avals: Sequence[Any]) -> int:
+    """Returns how many elements values of these types have together."""
+    return sum(
+        math.prod(d if isinstance(d, int) else SYMBOLIC for d in a.shape) for a in avals
+    )
+
+
+def _price(avals: Sequence[Any], trips: int) -> int:
+    return max(1, elements(avals) * trips // ROUNDINGS_PER_BYTE)
+
+
+def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) -> int:
+    """Returns the bytes that a half result of a node saves."""
+    readers = graph.consumers()[node.index]
+    products = [r for r in readers if _reads_half(r, pins)]
+    half = full = 0
+    if stored or 0 < len(products) < len(readers):
+        half, full = HALF_BYTES, FLOAT32_BYTES
+    if products:
+        half, full = HALF_BYTES, full + HALF_BYTES
+    if returned:
+        half, full = half + FLOAT32_BYTES, max(full, FLOAT32_BYTES)
+    return (full - half) * elements(node.avals) * node.trips
+
+
+def _reads_half(node: int, pins: Pins) -> bool:
+    return pins.categories[node] is Category.ALLOW and pins.full[node] is None
+
+
+def _read_by_products_alone(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what is read by products, or moved to products, and by nothing else."""
+    consumers = graph.consumers()
+    returned = {v.node for v in graph.results}
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        readers = consumers[node.index]
+        if readers and node.index not in returned:
+            if all(
+                _reads_half(r, pins)
+                or (r in found and moves_exactly(graph.nodes[r], pins))
+                for r in readers
+            ):
+                found.add(node.index)
+    return found
+
+
+def _stored(graph: Graph, pins: Pins) -> list[bool]:
+    """Tells for each node whether its result is written to memory.
+
+    The level of a node counts the kernels that end before it. What a node of a later
+    level reads is needed again, and so is its anchor, from which it is computed.
+    """
+    stored = [
+        n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
+        for n in graph.nodes
+    ]
+    loops = _innermost_loops(graph)
+    anchors = _anchors(graph, stored)
+    levels = [0] * len(graph.nodes)
+    needed: set[int | None] = set()
+    for node in graph.nodes:
+        sources = [v.node for v in node.inputs if v.node >= 0]
+        after = [levels[s] + stored[s] for s in sources]
+        levels[node.index] = level = max(after, default=0)
+        for source, reached in zip(sources, after, strict=True):
+            if loops[source] != loops[node.index]:
+                needed.add(source)  # passed into a loop, or stacked by one
+            elif level > reached and not stored[node.index]:
+                needed.add(anchors[source])
+    if not pins.whole_step:
+        # The backward pass has yet to be made, and may need any of them again. But the
+        # derivatives of costly functions use their own result, before it is rounded.
+        needed.update(anchors)
+        needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
+    for index in needed:
+        if index is not None:
+            stored[index] = True
+    return stored
+
+
+def _innermost_loops(graph: Graph) -> list[int]:
+    """Returns for each node the loop that it stands in; -1 if none."""
+    inside = [-1] * len(graph.nodes)
+    by_size = sorted(enumerate(graph.loops), key=lambda x: -len(x[1].nodes))
+    for number, loop in by_size:
+        for node in loop.nodes:
+            inside[node] = number
+    return inside
+
+
+def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:
+    """Returns for each node the one node from which it is cheaply computed again.
+
+    That is the node itself if it is stored, costly, or made of several values of its
+    size; None if it is made of an argument, or of small values.
+    """
+    anchors: list[int | None] = [None] * len(graph.nodes)
+    for node in graph.nodes:
+        size = elements(node.avals)
+        found = {
+            -2 - v.argument if v.node < 0 else anchors[v.node]
+            for v in node.inputs
+            if _has_to_be_read(v, size)
+        } - {None}
+        if stored[node.index] or node.name in COSTLY or len(found) > 1:
+            anchors[node.index] = node.index
+        else:
+            anchor = next(iter(found), None)
+            is_node = anchor is not None and anchor >= 0
+            anchors[node.index] = anchor if is_node else None
+    return anchors
+
+
+def _has_to_be_read(value: Value, size: int) -> bool:
+    if value.constant is not None or not value.made_of_data:
+        return False
+    return 2 * elements([value.aval]) >= size

@@ -1,0 +1,240 @@
+"""What is written to memory is half, what stays in registers is float32.
+
+Whole train steps of small models, judged on the rewritten jaxpr.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import HALF, dtypes_in, dtypes_out, eqns, open_jaxpr, trace, walk
+from jax import lax
+from jax.extend import core as jex
+from programs import normal, weights
+
+from jmp_rewrite import mixed_precision
+
+T, D = 16, 32  # tokens and features; 48 is the width of the hidden layer
+OPTIMIZER = optax.sgd(0.1)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax promotes integers to floats, which strict promotion forbids."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def norm(x, scale):
+    mean = x.mean(-1, keepdims=True)
+    variance = jnp.square(x - mean).mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(variance + 1e-5) * scale[None]
+
+
+def block(params, x, post):
+    wq, wk, wv, wo, w1, w2, s1, s2 = params
+
+    def attend(h):
+        logits = (h @ wq) @ (h @ wk).T
+        logits = jnp.where(jnp.tri(T, dtype=bool), logits * 0.25, -jnp.inf)
+        return jax.nn.softmax(logits) @ (h @ wv) @ wo
+
+    def feed(h):
+        return jax.nn.gelu(h @ w1) @ w2
+
+    if post:
+        x = norm(x + attend(x), s1)
+        return norm(x + feed(x), s2)
+    x = x + attend(norm(x, s1))
+    return x + feed(norm(x, s2))
+
+
+def layer_params():
+    return (
+        *weights((D, D), (D, D), (D, D), (D, D), (D, 48), (48, D)),
+        jnp.ones(D),
+        jnp.ones(D),
+    )
+
+
+def step_of(post, scanned=False):
+    """A step of two layers and a head, and its arguments."""
+
+    def loss(params, ids, labels):
+        table, layers, head, last = params
+        x = table[ids]
+        if scanned:
+            x, _ = lax.scan(lambda x, p: (block(p, x, post), None), x, layers)
+        else:
+            for layer in layers:
+                x = block(layer, x, post)
+        logits = norm(x, last) @ head
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def step(params, state, ids, labels):
+        value, grads = jax.value_and_grad(loss)(params, ids, labels)
+        updates, state = OPTIMIZER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    layers = [layer_params(), layer_params()]
+    if scanned:
+        layers = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+    head = normal(D, 11, seed=3)
+    params = (normal(9, D, seed=2), layers, head, jnp.ones(D))
+    params = jax.tree.map(jnp.asarray, params)
+    ids = jnp.arange(T) % 9
+    return step, (params, OPTIMIZER.init(params), ids, ids + 1)
+
+
+STEPS = {
+    "pre-norm": dict(post=False),
+    "post-norm": dict(post=True),
+    "pre-norm scan": dict(post=False, scanned=True),
+    "post-norm scan": dict(post=True, scanned=True),
+}
+every_step = pytest.mark.parametrize("kind", STEPS)
+
+
+def rewritten(kind, policy="mixed_bfloat16"):
+    step, args = step_of(**STEPS[kind])
+    return trace(mixed_precision(step, policy), *args)
+
+
+def bodies(jaxpr):
+    """All jaxprs inside, this one first."""
+    jaxpr = open_jaxpr(jaxpr)
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from bodies(inner)
+
+
+@every_step
+def test_no_value_is_kept_in_two_dtypes(kind):
+    """What is computed and rounded is read rounded by everybody."""
+    rounded = 0
+    for body in bodies(rewritten(kind)):
+        readers = {}
+        for eqn in body.eqns:
+            for atom in eqn.invars:
+                if not hasattr(atom, "val"):
+                    readers.setdefault(atom, []).append(eqn)
+        made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
+        for eqn in body.eqns:
+            if eqn.primitive.name != "convert_element_type":
+                continue
+            source, target = eqn.invars[0], eqn.params["new_dtype"]
+            if source not in made or source.aval.dtype != "float32":
+                continue
+            if made[source].primitive.name in ("jit", "gather", "broadcast_in_dim"):
+                continue  # an argument's values: a row of the embedding table
+            if str(target) == HALF["mixed_bfloat16"]:
+                rounded += 1
+                assert readers[source] == [eqn], source
+                assert source not in body.outvars
+    assert rounded > 20
+
+
+@every_step
+def test_the_residual_stream_is_half(kind):
+    """Between layers and between their gradients the stream is written in half."""
+    half = HALF["mixed_bfloat16"]
+    streams, gradients = 0, 0
+    for body in bodies(rewritten(kind)):
+        rounded = {
+            e.invars[0]
+            for e in body.eqns
+            if e.primitive.name in ("convert_element_type", "saturating_cast")
+            and str(e.outvars[0].aval.dtype) == half
+        }
+        for eqn in body.eqns:
+            (out, *_) = eqn.outvars
+            is_half = str(out.aval.dtype) == half or out in rounded
+            if out.aval.shape == (T, D) and is_half:
+                streams += eqn.primitive.name == "add"
+                gradients += eqn.primitive.name == "add_any"
+            if eqn.primitive.name == "scan":
+                carried = [v.aval for v in eqn.outvars if v.aval.shape == (T, D)]
+                assert [str(a.dtype) for a in carried] == [half]
+    layers = 1 if "scan" in kind else 2
+    assert streams >= 2 * layers
+    assert gradients >= 2 * layers - 1
+
+
+@every_step
+@pytest.mark.parametrize("policy", HALF)
+def test_interiors_are_float32(kind, policy):
+    """Softmax, norms, their statistics and derivatives: half at the edges only."""
+    jaxpr = rewritten(kind, policy)
+    for name in ("exp", "rsqrt", "reduce_sum", "reduce_max", "div", "sub", "log"):
+        for eqn in eqns(jaxpr, name):
+            # GELU's 1 - tanh is no interior: JAX 0.10 stacks it for the backward pass.
+            if eqn.outvars[0].aval.shape != (T, 48):
+                assert HALF[policy] not in dtypes_in(eqn) + dtypes_out(eqn), eqn
+    for eqn in eqns(jaxpr, "add", "mul", "max", "integer_pow", "square"):
+        if eqn.outvars[0].aval.shape in ((T,), (T, 1)):
+            assert HALF[policy] not in dtypes_out(eqn), eqn
+
+
+@every_step
+def test_what_a_loss_picks_is_moved_in_half(kind):
+    """The labels' logits come from the rounded ones; all are not cast for them."""
+    jaxpr = rewritten(kind)
+    half = HALF["mixed_bfloat16"]
+    picked = [e for e in eqns(jaxpr, "gather") if e.invars[0].aval.shape == (T, 11)]
+    assert picked and all(dtypes_out(e) == [half] for e in picked)
+    placed = eqns(jaxpr, "scatter")
+    assert placed and all(dtypes_out(e) == [half] for e in placed)
+    tables = eqns(jaxpr, "scatter-add")
+    assert tables and all(dtypes_out(e) == ["float32"] for e in tables)
+
+
+def test_what_the_backward_pass_reads_again_is_half():
+    """GELU's tanh, from which its derivative is computed, and nothing between."""
+    jaxpr = rewritten("pre-norm")
+    half = HALF["mixed_bfloat16"]
+    arithmetic = [
+        e
+        for e in walk(jaxpr)
+        if e.primitive.name in ("add", "mul", "sub", "tanh", "integer_pow", "add_any")
+        and e.outvars[0].aval.shape == (T, 48)
+    ]
+    assert len(arithmetic) > 20
+    assert not [e for e in arithmetic if half in dtypes_in(e)]
+    held = [e for e in eqns(jaxpr, "hold") if e.outvars[0].aval.shape == (T, 48)]
+    assert len(held) == 2  # one a layer
+
+
+def test_a_target_is_not_rounded():
+    """A regression target that a product reads too stays exact for the loss."""
+    (w,) = weights((D, D))
+    x, y = normal(T, D), normal(T, D, seed=5)
+
+    def step(w, x, y):
+        def loss(w):
+            y2 = y.reshape(D, T).T
+            return jnp.square(x @ w + y2 @ w - y2).sum()
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), w, x, y)
+    (difference,) = [e for e in eqns(jaxpr, "sub") if e.outvars[0].aval.shape == (T, D)]
+    assert dtypes_in(difference) == ["float32"] * 2
+    (moved,) = [v for v in difference.invars if v.aval.shape == (T, D)][1:]
+    maker = next(e for e in walk(jaxpr) if moved in e.outvars)
+    assert maker.primitive.name == "transpose"
+    assert dtypes_in(maker) == ["float32"]
+
+
+@pytest.mark.parametrize("kind", ["pre-norm scan", "post-norm scan"])
+def test_stacked_weights_are_cast_inside(kind):
+    """The scans take the float32 stacks; no half copy of all layers is made."""
+    stacks = {(2, D, D), (2, D, 48), (2, 48, D)}
+    jaxpr = rewritten(kind)
+    for eqn in eqns(jaxpr, "convert_element_type", "saturating_cast"):
+        assert eqn.outvars[0].aval.shape not in stacks
+    scans = eqns(jaxpr, "scan")
+    assert len(scans) == 2
+    for eqn in scans:
+        taken = [v.aval for v in eqn.invars if v.aval.shape in stacks]
+        assert len(taken) >= 6 and {str(a.dtype) for a in taken} == {"float32"}
