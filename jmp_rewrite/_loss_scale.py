@@ -7,25 +7,17 @@ in float16, divide the gradients by it in float32, and skip a step that overflow
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
-from jmp_rewrite._loss_scale_state import (
-    LossScaleState as LossScaleState,
-)
-from jmp_rewrite._loss_scale_state import (
-    all_finite as all_finite,
-)
-from jmp_rewrite._loss_scale_state import (
+from jmp_rewrite._loss_scale_leaves import (
+    all_finite,
     as_dtype_of,
-    find_states,
     is_array,
     is_half,
     is_inexact,
@@ -33,36 +25,13 @@ from jmp_rewrite._loss_scale_state import (
     unscale_tree,
     widen,
 )
-from jmp_rewrite._loss_scale_state import (
-    loss_scale_state as loss_scale_state,
+from jmp_rewrite._loss_scale_schedule import (
+    Schedule,
+    check_loss_scale,
+    check_schedule,
+    next_state,
 )
-from jmp_rewrite._loss_scale_state import (
-    scale_loss as scale_loss,
-)
-from jmp_rewrite._loss_scale_state import (
-    unscale as unscale,
-)
-from jmp_rewrite._loss_scale_state import (
-    where_applied as where_applied,
-)
-
-# The normal numbers of float32: outside, a scale would be flushed to zero or be inf.
-_SMALLEST, _LARGEST = (
-    float(f(np.float32))
-    for f in (lambda t: np.finfo(t).tiny, lambda t: np.finfo(t).max)
-)
-
-
-class _Schedule(NamedTuple):
-    """How the scale moves; `fixed` is None for a dynamic scale."""
-
-    fixed: Any
-    init_scale: Any
-    growth_interval: Any
-    growth_factor: Any
-    backoff_factor: Any
-    min_scale: Any
-    max_scale: Any
+from jmp_rewrite._loss_scale_state import LossScaleState, find_states
 
 
 def loss_scaling(
@@ -138,6 +107,7 @@ def loss_scaling(
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
+        >>> from jmp_rewrite import scale_loss
         >>> tx = loss_scaling(optax.sgd(0.5))
         >>> params = jnp.array([1.0, 2.0])
         >>> opt_state = tx.init(params)
@@ -149,7 +119,7 @@ def loss_scaling(
         >>> print(optax.apply_updates(params, updates))
         [0. 0.]
     """
-    schedule = _Schedule(
+    schedule = Schedule(
         None if isinstance(loss_scale, str) else loss_scale,
         init_scale,
         growth_interval,
@@ -158,8 +128,8 @@ def loss_scaling(
         min_scale,
         max_scale,
     )
-    _check_loss_scale(loss_scale)
-    _check_schedule(schedule)
+    check_loss_scale(loss_scale)
+    check_schedule(schedule)
     _check_axis_name(axis_name)
     transformation = _as_transformation(inner)
 
@@ -197,7 +167,7 @@ def loss_scaling(
         )
         # As a chain's element it feeds the next one, which may negate: +0.0 then.
         updates = _or_zero(finite, updates, negative=inner is not None)
-        return updates, _next_state(schedule, state, finite)._replace(
+        return updates, next_state(schedule, state, finite)._replace(
             inner_state=select(finite, inner_state, state.inner_state)
         )
 
@@ -267,35 +237,6 @@ def _update_wide(
     return updates, inner_state
 
 
-def _next_state(
-    schedule: _Schedule, state: LossScaleState, finite: jax.Array
-) -> LossScaleState:
-    increment = optax.safe_increment
-    skipped = state.skipped_steps
-    steps = jnp.where(finite, increment(state.finite_steps), 0)
-    scale, steps = _next_scale(schedule, state.loss_scale, steps, finite)
-    return state._replace(
-        loss_scale=scale,
-        finite_steps=steps,
-        skipped_steps=jnp.where(finite, skipped, increment(skipped)),
-        consecutive_skips=jnp.where(finite, 0, increment(state.consecutive_skips)),
-        last_step_finite=finite,
-    )
-
-
-def _next_scale(
-    schedule: _Schedule, scale: jax.Array, steps: jax.Array, finite: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the scale for the next step, and the finite steps that it has seen."""
-    fixed, _, interval, *factors = schedule
-    if fixed is not None:
-        return jnp.asarray(fixed, jnp.float32), steps
-    growth, backoff, low, high = (jnp.asarray(x, jnp.float32) for x in factors)
-    grows = steps >= jnp.asarray(interval).astype(jnp.int32)
-    factor = jnp.where(grows, growth, jnp.where(finite, jnp.float32(1), backoff))
-    return jnp.clip(scale * factor, low, high), jnp.where(grows, 0, steps)
-
-
 def _or_zero(finite: jax.Array, updates: Any, *, negative: bool) -> Any:
     """Returns updates, or zeros: x + -0.0 is x bit for bit, also where x is -0.0."""
 
@@ -362,73 +303,6 @@ def _check_update(state: Any, grads_unscaled: Any) -> None:
             "expected grads_unscaled as a Python bool, True for gradients that went "
             f"through unscale, got {grads_unscaled!r}"
         )
-
-
-def _check_loss_scale(loss_scale: Any) -> None:
-    if loss_scale is None or _is_value(loss_scale) or loss_scale == "dynamic":
-        return
-    if not _is_number(loss_scale):
-        raise ValueError(
-            'expected loss_scale as "dynamic", a number above 0 or None, got '
-            f"{loss_scale!r}"
-        )
-    _check_number("loss_scale", loss_scale, _SMALLEST, _LARGEST)
-
-
-def _check_schedule(schedule: _Schedule) -> None:
-    _check_number("min_scale", schedule.min_scale, _SMALLEST, _LARGEST)
-    _check_number("max_scale", schedule.max_scale, _SMALLEST, _LARGEST)
-    _check_number("growth_factor", schedule.growth_factor, 1, _LARGEST, open_low=True)
-    _check_number("backoff_factor", schedule.backoff_factor, 0, 1, open_both=True)
-    interval = schedule.growth_interval
-    _check_number("growth_interval", interval, 1, 2**31 - 1, integer=True)
-    low, high = schedule.min_scale, schedule.max_scale
-    if _is_number(low) and _is_number(high):
-        if low > high:
-            raise ValueError(
-                f"expected min_scale <= max_scale, got min_scale={low} and "
-                f"max_scale={high}"
-            )
-        _check_number("init_scale", schedule.init_scale, low, high)
-    else:
-        _check_number("init_scale", schedule.init_scale, _SMALLEST, _LARGEST)
-
-
-def _check_number(
-    name: str,
-    value: Any,
-    low: float,
-    high: float,
-    *,
-    integer: bool = False,
-    open_low: bool = False,
-    open_both: bool = False,
-) -> None:
-    if _is_value(value):
-        return
-    inside = _is_number(value) and low <= value <= high
-    if inside and (open_low or open_both) and value == low:
-        inside = False
-    if inside and open_both and value == high:
-        inside = False
-    if not inside or (integer and not isinstance(value, int)):
-        kind = "an integer" if integer else "a number"
-        ends = f"{'(' if open_low or open_both else '['}{low}, {high}"
-        raise ValueError(
-            f"expected {name} to be {kind} in {ends}{')' if open_both else ']'}, "
-            f"got {value!r}"
-        )
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
-
-
-def _is_value(x: Any) -> bool:
-    """Whether `x` is an array or a tracer, whose value cannot be asked for."""
-    return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(
-        x, float
-    )
 
 
 def _check_axis_name(axis_name: Any) -> None:

@@ -13,7 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from jmp_rewrite._loss_scale import (
+from jmp_rewrite import (
     LossScaleState,
     all_finite,
     loss_scale_state,

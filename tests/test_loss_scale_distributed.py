@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_rewrite._loss_scale import loss_scaling, scale_loss, where_applied
+from jmp_rewrite import loss_scaling, scale_loss, where_applied
 
 DEVICES = 8
 SGD = optax.sgd(0.125, momentum=0.5)
@@ -192,7 +192,7 @@ WORKER = """
     import sys
     import jax, jax.numpy as jnp, numpy as np, optax
     from jax.sharding import NamedSharding, PartitionSpec as P
-    from jmp_rewrite._loss_scale import loss_scaling, scale_loss
+    from jmp_rewrite import loss_scaling, scale_loss
 
     rank, address = int(sys.argv[1]), sys.argv[2]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

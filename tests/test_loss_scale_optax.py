@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 import pytest
 
-from jmp_rewrite._loss_scale import (
+from jmp_rewrite import (
     all_finite,
     loss_scale_state,
     loss_scaling,
