@@ -1,0 +1,153 @@
+"""How far the results of a program are from those of the reference.
+
+A result that is an argument with a small change, as parameters after a step are, is
+judged by its change: a gradient that is lost altogether moves a parameter by a part in
+a thousand. A result that is nothing but rounding noise in float32 already, as the
+gradient of a bias in front of a normalization is, is not judged at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Parameters move by much less than this in a step, and unrelated arrays differ by more.
+_STEP = 0.5
+# Elements that are looked at to find the argument that a result continues.
+_SAMPLED = 64
+# The arguments are shaken by two spacings of float32, and what then changes by more
+# than a hundredth has no digits that half precision could lose.
+_SHAKE = 2.0**-22
+_NOISE = 0.01
+
+
+class Reference:
+    """The results of the reference, to hold others against.
+
+    Attributes:
+      values: its results.
+      is_noise: for each result whether it is rounding noise in float32 already.
+      is_spoilt: for each result whether it holds Inf or NaN.
+    """
+
+    def __init__(self, values: Sequence[Any], arguments: Sequence[Any]) -> None:
+        """Finds for each result the argument that it continues, if any.
+
+        Args:
+          values: the results of the reference.
+          arguments: the arrays that the program was given.
+        """
+        self.values = list(values)
+        self.is_noise = [False] * len(self.values)
+        self.is_spoilt = [not bool(_is_finite(x)) for x in self.values]
+        self._arguments = arguments
+        self._start = _starts(self.values, arguments)
+
+    def shaken(self, run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """Finds the results that are noise, by another run with shaken arguments."""
+        arguments = [_shake(x, i) for i, x in enumerate(self._arguments)]
+        for i, value in enumerate(run(arguments)):
+            start = self._start[i]
+            if start is not None:
+                # What the parameter itself was shaken by is no change of its step.
+                shift = self._arguments[start] - arguments[start]
+                value = value + shift.astype(value.dtype)
+            self.is_noise[i] = self._error(i, value) > _NOISE
+
+    def errors(self, values: Sequence[Any]) -> list[float]:
+        """Returns the error of each result: 0..inf, 0 for noise.
+
+        It is the norm of the difference over the norm of the reference, or of the
+        reference's change; inf if something is Inf or NaN that should not be; for
+        integers and booleans the share of wrong elements.
+        """
+        return [
+            0.0 if noise else self._error(i, x)
+            for i, (x, noise) in enumerate(zip(values, self.is_noise, strict=True))
+        ]
+
+    def _error(self, index: int, value: Any) -> float:
+        reference, start = self.values[index], self._start[index]
+        if jax.dtypes.issubdtype(reference.dtype, jax.dtypes.extended):
+            return 0.0
+        other = None if start is None else self._arguments[start]
+        distance, size, spoilt = jax.device_get(_distance(value, reference, other))
+        if spoilt:
+            return float("inf")
+        return float(distance / size) if distance else 0.0
+
+
+@jax.jit
+def _is_finite(x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, np.inexact):
+        return jnp.bool_(True)
+    return jnp.isfinite(x).all()
+
+
+@jax.jit
+def _distance(value: Any, reference: Any, start: Any) -> tuple[Any, Any, Any]:
+    """Returns the norm of the difference, that of the reference, and if all is lost."""
+    if not jnp.issubdtype(reference.dtype, np.inexact):
+        wrong = jnp.sum((value != reference).astype(np.float32))
+        return wrong, jnp.float32(max(reference.size, 1)), jnp.bool_(False)
+    dtype = jnp.promote_types(reference.dtype, np.float32)
+    value, reference = value.astype(dtype), reference.astype(dtype)
+    known = jnp.isfinite(reference)
+    spoilt = jnp.any(known & ~jnp.isfinite(value))
+    moved = reference if start is None else reference - start.astype(dtype)
+    moved = jnp.where(jnp.any(moved != 0), moved, reference)
+    difference = jnp.where(known, value - reference, 0.0)
+    moved = jnp.where(known, moved, 0.0)
+    # Scaled, so that no square leaves float32's range.
+    scale = jnp.maximum(
+        jnp.abs(difference).max(initial=0.0), jnp.abs(moved).max(initial=0.0)
+    )
+    scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1.0)
+    return _norm(difference / scale), _norm(moved / scale), spoilt
+
+
+def _norm(x: Any) -> Any:
+    return jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
+
+
+def _starts(values: Sequence[Any], arguments: Sequence[Any]) -> list[int | None]:
+    """Returns for each result the argument of which it is a small change."""
+    samples = jax.device_get([_sample(x) for x in arguments])
+    found: list[int | None] = []
+    for value in values:
+        own = jax.device_get(_sample(value))
+        best, least = None, _STEP
+        for number, (argument, other) in enumerate(
+            zip(arguments, samples, strict=True)
+        ):
+            if own is None or other is None or argument.shape != value.shape:
+                continue
+            if argument.dtype == value.dtype and value.shape:
+                size = float(np.linalg.norm(own))
+                away = float(np.linalg.norm(own - other)) / size if size else np.inf
+                if away < least:
+                    best, least = number, away
+        found.append(best)
+    return found
+
+
+def _sample(x: Any) -> Any:
+    """Returns up to 64 elements of a float array in float32; None of anything else."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, np.floating):
+        return None
+    return x.reshape(-1)[:: max(1, x.size // _SAMPLED) | 1][:_SAMPLED].astype(
+        np.float32
+    )
+
+
+def _shake(x: Any, seed: int) -> Any:
+    """Changes each number of a float32 array by up to two spacings of float32."""
+    if getattr(x, "dtype", None) != np.float32 or not x.shape:
+        return x
+    noise = np.random.default_rng(seed).uniform(-_SHAKE, _SHAKE, x.shape[-1:])
+    return x * jnp.broadcast_to(1 + noise.astype(np.float32), x.shape)

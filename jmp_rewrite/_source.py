@@ -1,0 +1,121 @@
+"""The user's own line of an equation, past the libraries that the user called.
+
+JAX keeps the Python frames that made an equation. The innermost one outside of JAX
+itself is often a line of Flax or optax; what a reader wants is the line of the model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jmp_rewrite import _compat
+
+# Libraries whose lines say less than those of their callers.
+_LIBRARIES = (
+    "chex",
+    "einops",
+    "equinox",
+    "flax",
+    "haiku",
+    "jax",
+    "jaxlib",
+    "jaxtyping",
+    "jmp_rewrite",
+    "optax",
+)
+
+
+class Line(NamedTuple):
+    """A line of somebody's source.
+
+    Attributes:
+      file: its path; "" if unknown.
+      number: of the line, from 1.
+      function: the qualified name of the function that it stands in.
+    """
+
+    file: str = ""
+    number: int = 0
+    function: str = ""
+
+    def __str__(self) -> str:
+        """Returns the line as reports show it, `model.py:41`; "" if it is unknown."""
+        if not self.file:
+            return ""
+        folder, name = os.path.split(self.file)
+        if name == "__init__.py":
+            name = f"{os.path.basename(folder)}/{name}"
+        if "ipykernel" in folder or name.startswith("<ipython"):
+            name = "cell"
+        return f"{name}:{self.number}"
+
+
+UNKNOWN = Line()
+
+
+class Caller(NamedTuple):
+    """An equation that holds the jaxpr in which another one stands.
+
+    Attributes:
+      eqn: the equation.
+      outer: the equation that holds this one; None at the top.
+    """
+
+    eqn: Any
+    outer: Caller | None
+
+
+class Lines:
+    """Finds the lines of equations, and remembers what it found."""
+
+    def __init__(self) -> None:
+        self._skip: dict[str, bool] = {}
+        self._known: dict[tuple[Any, int], Line] = {}
+        modules = (sys.modules.get(name) for name in _LIBRARIES)
+        self._libraries = tuple(
+            path + os.sep for m in modules for path in getattr(m, "__path__", ())
+        )
+        self._jax = os.path.dirname(sys.modules["jax"].__file__ or "") + os.sep
+        self._own = os.path.dirname(__file__) + os.sep
+        self._python = sysconfig.get_paths()["stdlib"] + os.sep
+
+    def of(self, eqn: Any, caller: Caller | None) -> Line:
+        """Returns the user's line of an equation that stands inside `caller`.
+
+        Inside a jaxpr JAX keeps the frames below its function alone, since it may have
+        many callers: those of a `jax.numpy` function have no line of the user's.
+        """
+        first = eqn
+        while True:
+            if frame := self._frame(eqn, self._is_library):
+                return self._line(eqn, frame)
+            if caller is None:
+                break
+            eqn, caller = caller.eqn, caller.outer
+        frame = self._frame(first, self._is_jax)
+        return self._line(first, frame) if frame else UNKNOWN
+
+    def _frame(self, eqn: Any, skips: Callable[[str], bool]) -> tuple[Any, int] | None:
+        frames = _compat.frames(eqn)
+        return next((f for f in frames if not skips(f[0].co_filename)), None)
+
+    def _line(self, eqn: Any, frame: tuple[Any, int]) -> Line:
+        if frame not in self._known:
+            code = frame[0]
+            number = _compat.frame_line(eqn, *frame)
+            self._known[frame] = Line(code.co_filename, number, code.co_qualname)
+        return self._known[frame]
+
+    def _is_library(self, name: str) -> bool:
+        if name not in self._skip:
+            in_python = name.startswith(self._python) and "-packages" not in name
+            own = name.startswith(("<frozen", *self._libraries))
+            self._skip[name] = in_python or own
+        return self._skip[name]
+
+    def _is_jax(self, name: str) -> bool:
+        return name.startswith((self._jax, self._own, "<frozen"))
