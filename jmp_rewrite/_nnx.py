@@ -1,0 +1,140 @@
+"""Flax NNX modules as arguments and results, as `nnx.jit` takes them.
+
+A function that changes a module in place is a function from arrays to arrays once its
+modules are split into a structure and a state: the changes come back as results, and
+are written into the caller's modules. Structure and shared references may change, too.
+
+This module imports Flax, so nothing imports it before a program has done so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flax import nnx
+from jax import tree_util
+
+from jmp_rewrite._parameters import ParameterPath, key_names
+
+_TAG = "jmp_rewrite.mixed_precision"
+
+
+class _Parts:
+    """A module taken apart: a tree node whose leaves are the module's arrays."""
+
+    def __init__(self, graphdef: Any, paths: Any, structure: Any, leaves: Any) -> None:
+        self.graphdef = graphdef
+        self.paths = paths
+        self.structure = structure
+        self.leaves = leaves
+
+    @classmethod
+    def of(cls, graphdef: Any, state: Any) -> _Parts:
+        """Takes apart what `nnx.split` returns."""
+        flat, structure = tree_util.tree_flatten_with_path(state)
+        paths = tuple(_path(keys) for keys, _ in flat)
+        return cls(graphdef, paths, structure, tuple(leaf for _, leaf in flat))
+
+    @property
+    def state(self) -> Any:
+        return tree_util.tree_unflatten(self.structure, self.leaves)
+
+
+tree_util.register_pytree_with_keys(
+    _Parts,
+    lambda x: (
+        tuple(zip(x.paths, x.leaves, strict=True)),
+        (x.graphdef, x.paths, x.structure),
+    ),
+    lambda aux, leaves: _Parts(*aux, leaves),
+)
+
+
+def _path(keys: tuple[Any, ...]) -> ParameterPath:
+    """Returns a leaf's path in its module; the variable around it is no part of it."""
+    variable = tree_util.GetAttrKey("value")
+    return ParameterPath(
+        tuple(name for k in keys if k != variable for name in key_names(k))
+    )
+
+
+def _owner(fun: Any) -> Any:
+    """Returns the module whose method `fun` is, or that is called; else None."""
+    if inspect.ismethod(fun):
+        fun = fun.__self__
+    return fun if isinstance(fun, nnx.Pytree) else None
+
+
+@contextlib.contextmanager
+def split(
+    fun: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    wraps: Callable[[Any, Any], Any],
+) -> Iterator[tuple[Callable[..., Any], Any, Any, Callable[[Any], Any]]]:
+    """Makes a call of a function of modules a call of a function of arrays.
+
+    Args:
+      fun: the function. It may change its modules, and may itself be one.
+      args: its arguments.
+      kwargs: its keyword arguments.
+      wraps: `(fun, new)` gives a new function the name and signature of `fun`.
+
+    Yields:
+      A function of trees of arrays; its arguments and keyword arguments; and what
+      makes `fun`'s result from its result and changes the modules.
+    """
+    module = _owner(fun)
+    call = fun
+    if module is not None:
+        call = getattr(fun, "__func__", type(fun).__call__)
+        args = (module, *args)
+
+    def pure(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _merge((args, kwargs), is_inner=True)
+        result = call(*args, **kwargs)
+        return _split((_modules_only((args, kwargs)), result))
+
+    def finish(results: Any) -> Any:
+        return _merge(results, is_inner=False)[1]
+
+    with nnx.update_context(_TAG):
+        args, kwargs = _split((args, kwargs))
+        yield wraps(call, pure), args, kwargs, finish
+
+
+def _split(tree: Any) -> Any:
+    return nnx.to_tree(
+        tree,
+        split_fn=lambda ctx, path, prefix, leaf: _Parts.of(*ctx.split(leaf)),
+        ctxtag=_TAG,
+    )
+
+
+def _merge(tree: Any, is_inner: bool) -> Any:
+    return nnx.from_tree(
+        tree,
+        merge_fn=lambda ctx, path, prefix, leaf: ctx.merge(leaf.graphdef, leaf.state),
+        is_node_leaf=_is_parts,
+        is_leaf=_is_parts,
+        is_inner=is_inner,
+        ctxtag=_TAG,
+    )
+
+
+def _is_parts(x: Any) -> bool:
+    return isinstance(x, _Parts)
+
+
+def _is_module(x: Any) -> bool:
+    """Tells a module, a variable, or anything else that NNX passes by reference."""
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _modules_only(tree: Any) -> Any:
+    return tree_util.tree_map(
+        lambda x: x if _is_module(x) else None, tree, is_leaf=_is_module
+    )
