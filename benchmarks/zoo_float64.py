@@ -7,6 +7,7 @@ float32 value held in float64, inside loops and branches too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,9 +35,18 @@ _CALLS = {
 
 def run(closed: Any, args: list[Any]) -> list[Any]:
     """Evaluates a closed float32 jaxpr in float64; returns its results."""
-    with jax.enable_x64(True):
-        wide = [_up(a) for a in args]
-        return jax.jit(lambda *xs: _closed(closed, xs))(*wide)
+    return reference(closed)(args)
+
+
+def reference(closed: Any) -> Callable[[list[Any]], list[Any]]:
+    """A closed float32 jaxpr as a jitted function that runs in float64."""
+    evaluate = jax.jit(lambda *xs: _closed(closed, xs))
+
+    def run(args: list[Any]) -> list[Any]:
+        with jax.enable_x64(True):
+            return evaluate(*[_up(a) for a in args])
+
+    return run
 
 
 def _up(x: Any) -> Any:

@@ -1,0 +1,55 @@
+"""Results that several runs add to: one JSON file with versions, date and baselines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import pathlib
+import time
+from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax", "optax", "jmp",
+            "mixed-precision-for-jax")  # fmt: skip
+
+# What a float32 product is on each target, so that nobody takes it for an exact one.
+BASELINES = {
+    "v5e": "a float32 product at default precision is one bfloat16 pass",
+    "v6e": "a float32 product at default precision is one bfloat16 pass",
+    "h200": "a float32 product at default precision is TF32: the compiler's Triton "
+    "code says `tt.dot ... inputPrecision = tf32`, and none at precision HIGHEST",
+}
+
+
+def versions() -> dict[str, str]:
+    """The versions of what compiles and what is compared."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def merge(path: str, what: str, rows: dict[str, Any], **facts: Any) -> None:
+    """Adds rows, `{model: {...: cells}}`, to a file of results.
+
+    A file that was made with another JAX is begun anew: rows of one file compare.
+    """
+    file = pathlib.Path(path)
+    kept = json.loads(file.read_text()) if file.exists() else {}
+    if kept.get("versions", {}).get("jax") != versions()["jax"]:
+        kept = {}
+    kept |= {"date": time.strftime("%Y-%m-%d"), "baselines": BASELINES, **facts}
+    kept["versions"] = kept.get("versions", {}) | versions()
+    _update(kept.setdefault(what, {}), rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+
+
+def _update(old: dict[str, Any], new: dict[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(old.get(key), dict):
+            _update(old[key], value)
+        else:
+            old[key] = value
