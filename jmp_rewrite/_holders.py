@@ -48,14 +48,26 @@ LEFT_ALONE = {
 # Operands of these are independent of one another: one precision each.
 LANES = frozenset({"optimization_barrier"})
 
+_HELD = {
+    **{name: (key,) for name, (_, key) in CALLS.items()},
+    "cond": ("branches",),
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+}
+
+
+def held_parameters(name: str) -> tuple[str, ...]:
+    """Returns the parameters of a primitive that hold jaxprs, rewritten inside.
+
+    Each is a jaxpr or a sequence of them.
+    """
+    return _HELD.get(name, ())
+
 
 def held_jaxprs(eqn: Any) -> list[Any]:
     """Returns the jaxprs that an equation holds and that are rewritten inside."""
-    name = eqn.primitive.name
-    if name in CALLS:
-        return [eqn.params[CALLS[name][1]]]
-    if name == "scan":
-        return [eqn.params["jaxpr"]]
-    if name == "while":
-        return [eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]]
-    return list(eqn.params["branches"]) if name == "cond" else []
+    held: list[Any] = []
+    for key in held_parameters(eqn.primitive.name):
+        value = eqn.params[key]
+        held.extend(value if isinstance(value, (tuple, list)) else (value,))
+    return held

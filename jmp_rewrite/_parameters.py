@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import tree_util
 
@@ -44,6 +44,12 @@ _MOVES = frozenset(
 _TRAIN_STATE = frozenset({"model", "opt_state", "params"})
 
 
+class ParameterPath(NamedTuple):
+    """A key of a tree that stands for several, outermost first."""
+
+    names: tuple[str, ...]
+
+
 def argument_paths(arguments: Any) -> list[str | None]:
     """Returns for each array of a call the path in its argument, "/" between keys.
 
@@ -57,7 +63,7 @@ def argument_paths(arguments: Any) -> list[str | None]:
     found: list[str | None] = []
     flat = tree_util.tree_flatten_with_path(arguments, is_leaf=_is_optimizer_state)[0]
     for path, leaf in flat:
-        keys = [_key(key) for key in path]
+        keys = [name for key in path for name in key_names(key)]
         if _is_optimizer_state(leaf):
             found += [None] * len(tree_util.tree_leaves(leaf))
         else:
@@ -68,7 +74,7 @@ def argument_paths(arguments: Any) -> list[str | None]:
 def result_paths(results: Any) -> list[str]:
     """Returns for each array of a result its path, "/" between keys."""
     flat = tree_util.tree_flatten_with_path(results)[0]
-    return ["/".join(map(_key, path)) for path, _ in flat]
+    return ["/".join(n for key in path for n in key_names(key)) for path, _ in flat]
 
 
 def _is_optimizer_state(x: Any) -> bool:
@@ -80,11 +86,14 @@ def _is_optimizer_state(x: Any) -> bool:
     return kind.__name__.endswith("State") and _TRAIN_STATE.isdisjoint(x._fields)
 
 
-def _key(key: Any) -> str:
+def key_names(key: Any) -> tuple[str, ...]:
+    """Returns what a key of a tree path is called."""
+    if isinstance(key, ParameterPath):
+        return key.names
     for name in ("key", "name", "idx"):
         if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)
+            return (str(getattr(key, name)),)
+    return (str(key),)
 
 
 def overrides(
@@ -120,6 +129,50 @@ def overrides(
                 nodes = _Layer(program, own, regex).nodes()
                 found.update(dict.fromkeys(nodes, (pattern, kind)))
     return _without_full_scopes(graph, policy, found), frozenset(used)
+
+
+def layers(
+    graph: Graph, arguments: Sequence[str | None], results: Sequence[str] = ()
+) -> dict[int, str]:
+    """Names nodes by the parameters that they use, where no scope names them.
+
+    Args:
+      graph: the program.
+      arguments: as `argument_paths` returns them.
+      results: as `result_paths` returns them.
+
+    Returns:
+      Node -> the path of its parameter, without the parameter's own key.
+    """
+    owned: dict[str, set[int]] = {}
+    returned = {path.partition("/")[2] for path in results}
+    is_step = not returned.isdisjoint(filter(None, arguments))
+    for i, path in enumerate(arguments):
+        if path and (path in returned or not is_step):  # data is not returned
+            name = _layer_of(path)
+            if any(map(str.isalpha, name)):  # numbers alone name no layer
+                owned.setdefault(name, set()).add(i)
+    program = _Program(graph, results)
+    found: dict[int, str] = {}
+    for name, own in owned.items():
+        regex = re.compile(re.escape(name) + "(/|$)")
+        for node in _Layer(program, own, regex).nodes():
+            found.setdefault(node, name)  # parameters stand before data
+    return found
+
+
+# Keys above a model's own, and below a parameter's: those of Flax.
+_WRAPPERS = frozenset({"model", "params"})
+_BOXES = frozenset({"raw_value", "value"})
+
+
+def _layer_of(path: str) -> str:
+    keys = path.split("/")
+    while len(keys) > 1 and keys[0] in _WRAPPERS:
+        del keys[0]
+    while len(keys) > 1 and keys[-1] in _BOXES:
+        del keys[-1]
+    return "/".join(keys[:-1] or keys)
 
 
 def _without_full_scopes(

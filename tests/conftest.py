@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 import hypothesis
@@ -44,3 +45,15 @@ def run_python(tmp_path):
         )
 
     return run
+
+
+# `diagnose` refuses to run on JAX 0.10; what it is made of is not tested there either.
+_DIAGNOSES = ("test_blame", "test_lockstep", "test_overrides", "_diagnose")
+
+
+def pytest_collection_modifyitems(items):
+    if jax.__version_info__ >= (0, 11):
+        return
+    for item in items:
+        if item.path.stem in _DIAGNOSES:
+            item.add_marker(pytest.mark.skip(reason="diagnose needs JAX 0.11"))

@@ -15,7 +15,7 @@ import pytest
 from helpers import arrays, dtypes_in, products, trace
 from jax import lax
 
-from jmp_rewrite import Policy, loss_scaling, mixed_precision, scale_loss
+from jmp_rewrite import Policy, explain, loss_scaling, mixed_precision, scale_loss
 
 BF16 = "mixed_bfloat16"
 # Every layer has its own width, so that a shape tells whose product it is.
@@ -59,6 +59,13 @@ def only_this_layer(fun, *args, widths, scope, count=3):
     own, others = split(fun, *args, widths=widths, scopes={scope: "float32"})
     assert own == ["float32"] * count
     assert others and set(others) == {"bfloat16"}
+
+
+def layers_of(fun, *args):
+    """Returns the layers that `explain` names for the products of a function."""
+    report = explain(fun, BF16)(*args)
+    assert report.half_flops == 1.0 and str(report)
+    return {row.layer for row in report.equations if row.flops}
 
 
 def learns(step, state, *, steps=12):
@@ -364,6 +371,7 @@ def test_linen_scopes(remat):
     args = params, TX.init(params), x, y
     own, others = split(step, *args, widths=(6, 7), scopes={"Net/layer_1": "float32"})
     assert len(own) >= 3 and set(own) == {"float32"} and set(others) == {"bfloat16"}
+    assert layers_of(step, *args) == {f"Net/layer_{i}" for i in range(3)}
 
 
 @pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
@@ -419,6 +427,7 @@ def test_haiku_scopes():
     args = params, TX.init(params), x, y
     step = train_step(model.apply)
     only_this_layer(step, *args, widths=(6, 7), scope="mlp/.*linear_1")
+    assert layers_of(step, *args) == {f"mlp/linear_{i}" for i in range(3)}
 
 
 def test_haiku_trains():
@@ -470,6 +479,10 @@ def test_nnx_scopes(pattern):
     graphdef, state = nnx.split((model, optimizer))
     step = nnx_step(nnx, graphdef)
     only_this_layer(step, state, *batch(), widths=(6, 7), scope=pattern)
+    found = layers_of(step, state, *batch())
+    assert {name.removeprefix("0/") for name in found} == {
+        f"layers/{i}" for i in range(3)
+    }
 
 
 def test_nnx_modules_are_trees():
@@ -543,6 +556,14 @@ def test_equinox_scopes(pattern):
     own = [dtypes_in(e)[0] for e in products(rewritten) if is_layer(e, (6, 7))]
     others = [dtypes_in(e)[0] for e in products(rewritten) if not is_layer(e, (6, 7))]
     assert own == ["float32"] * 3 and set(others) == {"bfloat16"}
+
+
+def test_equinox_layers_in_a_report():
+    eqx, model = equinox()
+    opt_state = TX.init(eqx.filter(model, eqx.is_array))
+    half = eqx.filter_jit(mixed_precision(equinox_step(eqx, TX), BF16))
+    found = layers_of(half, model, opt_state, *batch())
+    assert found == {f"layers/{i}" for i in range(3)}
 
 
 def test_equinox_modules_pass_through():

@@ -262,3 +262,20 @@ def test_a_loop_through_an_unknown_primitive():
 
     (loop,) = eqns(trace(mixed_precision(f, BF16), x), "while")
     assert "bfloat16" not in dtypes_out(loop)
+
+
+def test_attention_gradients_in_a_scan_run_on_the_cpu():
+    """XLA:CPU has no kernel where it moves batch dimensions after choosing one."""
+    x, w = jnp.ones((2, 16, 64)), jnp.ones((3, 64, 64)) * 0.01
+
+    def loss(w, x):
+        def layer(x, w):
+            h = (x @ w).reshape(2, 16, 2, 32)
+            logits = jnp.einsum("bthd,bshd->bhts", h, h)
+            out = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(logits), h)
+            return x + out.reshape(2, 16, 64), None
+
+        return jax.lax.scan(layer, x, w)[0].sum()
+
+    grads = jax.jit(mixed_precision(jax.grad(loss), "mixed_bfloat16"))(w, x)
+    assert relative_error(grads, jax.grad(loss)(w, x)) < EPS["mixed_bfloat16"]

@@ -112,6 +112,48 @@ def test_aux_comes_back():
     assert loss == 2 and aux["mean"] == 1 and aux["n"] == 3
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_aux_that_is_not_finite_is_no_overflow(policy, bad):
+    # Only gradients decide: a metric may be Inf or NaN by right (a perplexity, 0 / 0).
+    tx = jmpr.loss_scaling(optax.sgd(0.5), 8.0)
+
+    def with_aux(w, batch):
+        return jnp.sum(w * batch["x"]), {
+            "metric": batch["odd"] * w,
+            "log": batch["odd"],
+        }
+
+    step = make_train_step(with_aux, tx, policy, has_aux=True, donate=False)
+    batch = {"x": jnp.ones(2), "odd": jnp.array([1.0, bad])}
+    w, opt_state, loss, aux = step(jnp.ones(2), tx.init(jnp.ones(2)), batch)
+    np.testing.assert_array_equal(w, [0.5, 0.5])
+    assert loss == 2 and opt_state.last_step_finite and opt_state.skipped_steps == 0
+    for value in aux.values():
+        np.testing.assert_array_equal(value, [1.0, bad])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_aux_of_a_skipped_step_comes_back_as_computed(policy):
+    # Hiding the Inf would hide the trouble: `where_applied` keeps it out of the state.
+    tx = jmpr.loss_scaling(optax.sgd(0.5), 8.0)
+
+    def with_aux(carry, batch):
+        x = batch["x"] * carry["w"]
+        return jnp.sum(x**2), 0.5 * carry["mean"] + 0.5 * x.mean()
+
+    carry = {"w": jnp.ones(2), "mean": jnp.float32(1)}
+    step = make_train_step(with_aux, tx, policy, has_aux=True, donate=False)
+    batch = {"x": jnp.array([1.0, np.inf])}
+    after, opt_state, loss, mean = step(carry, tx.init(carry), batch)
+    jax.tree.map(np.testing.assert_array_equal, after, carry)
+    assert np.isinf(loss) and np.isinf(mean) and opt_state.consecutive_skips == 1
+    assert jmpr.where_applied(opt_state, mean, carry["mean"]) == 1
+    after, opt_state, _, mean = step(after, opt_state, {"x": jnp.ones(2)})
+    assert opt_state.consecutive_skips == 0 and mean == 1
+    assert jmpr.where_applied(opt_state, mean, jnp.float32(7)) == 1
+
+
 def test_optimizers_that_ask_for_the_value_get_it():
     params, batch = problem()
     with jax.numpy_dtype_promotion("standard"):
