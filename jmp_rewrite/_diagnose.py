@@ -61,7 +61,6 @@ def diagnose(
       under the tolerance.
 
     Raises:
-      NotImplementedError: before JAX 0.11.
       TypeError: if `fun` is no function, or it is called inside a transformation.
       ValueError: for an unknown policy, or a tolerance that is no number above 0.
 
@@ -79,11 +78,6 @@ def diagnose(
       >>> diagnosis.policy
       Policy('mixed_float16', scopes={'layer': 'float32'})
     """
-    if jax.__version_info__ < (0, 11):
-        raise NotImplementedError(
-            f"diagnose needs JAX 0.11 or later, this is {jax.__version__}: its run is "
-            "not bit for bit the rewritten program's there yet."
-        )
     if not callable(fun):
         raise TypeError(f"diagnose expected a function, got {fun!r}.")
     if tolerance is not None and not _is_tolerance(tolerance):

@@ -22,15 +22,21 @@ _IN_PLACE = frozenset(CALLS) - {"shard_map", "compute_on", "xla_metadata_call"}
 Bind = Callable[[Any, Sequence[Any]], list[Any]]
 
 
-def evaluate(closed: Any, args: Iterable[Any], bind: Bind | None = None) -> list[Any]:
+def evaluate(
+    closed: Any,
+    args: Iterable[Any],
+    bind: Bind | None = None,
+    consts: Sequence[Any] | None = None,
+) -> list[Any]:
     """Returns the results of a closed jaxpr on arrays.
 
     Args:
       closed: the program.
       args: its arguments.
       bind: evaluates an equation; None for what JAX does.
+      consts: the values of its constants; None for those that it carries.
     """
-    values = [*_compat.constants(closed), *args]
+    values = [*(_compat.constants(closed) if consts is None else consts), *args]
     return _evaluate(closed, values, _as_it_is if bind is None else bind)
 
 

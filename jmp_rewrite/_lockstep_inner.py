@@ -22,6 +22,7 @@ from jmp_rewrite._lockstep_loops import scan, while_
 from jmp_rewrite._lockstep_states import (
     State,
     Traced,
+    compiled,
     constants,
     error_of,
     joint,
@@ -177,8 +178,8 @@ def shard_map(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Ce
         check_vma=params["check_vma"],
         axis_names=params["newly_manual_axes"],
     )
-    values, references, (errors, (counts, where, exponents)) = mapped(
-        [p.arrays() for p in whole], [jnp.asarray(p.error) for p in whole]
+    values, references, (errors, (counts, where, exponents)) = compiled(
+        mapped, [p.arrays() for p in whole], [jnp.asarray(p.error) for p in whole]
     )
     e.frame.blocks.append((list(rows), *_over_devices(counts, where)))
     e.frame.exponents.append(exponents.sum(0))

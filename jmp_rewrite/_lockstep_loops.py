@@ -28,6 +28,7 @@ from jmp_rewrite._lockstep_states import (
     Traced,
     cast_outside,
     chosen,
+    compiled,
     constants,
     error_of,
     is_traced,
@@ -132,9 +133,8 @@ def _many(
         return (t + 1, states, traced.merge(counted, new, place)), ys
 
     first = (jnp.int32(0), start, traced.nothing(1))
-    (_, states, counted), ys = lax.scan(
-        iteration, first, xs, length=length, reverse=reverse
-    )
+    loop = functools.partial(lax.scan, iteration, length=length, reverse=reverse)
+    (_, states, counted), ys = compiled(loop, first, xs)
     traced.keep(counted)
     stacked = [
         p.like(value, reference, jnp.max(error, initial=0.0))
@@ -221,11 +221,10 @@ def _other_rounds(
         )
         return (_later(times, on), states, after), counted
 
-    state, counted = lax.while_loop(
-        lambda both: both[0][2][0] | both[0][2][1],
-        iteration,
-        (state, traced.nothing(1)),
+    loop = functools.partial(
+        lax.while_loop, lambda both: both[0][2][0] | both[0][2][1], iteration
     )
+    state, counted = compiled(loop, (state, traced.nothing(1)))
     traced.keep(counted)
     return state
 

@@ -20,6 +20,7 @@ from jmp_rewrite._counts import WIDTH, joined
 from jmp_rewrite._demand import AS_HALF
 from jmp_rewrite._distance import BINS, Measured, measure
 from jmp_rewrite._emit import Cell
+from jmp_rewrite._evaluate import evaluate
 from jmp_rewrite._graph import FLOAT32, Inner, Instance
 from jmp_rewrite._lockstep import Lockstep
 from jmp_rewrite._pair import ZERO, Pair, pair_of
@@ -82,6 +83,23 @@ def chosen(on: tuple[Any, Any], new: State, old: State) -> State:
 def is_traced(tree: Any) -> bool:
     """Tells whether any leaf is a tracer."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def compiled(fun: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function that is compiled as a whole, with all of its roundings.
+
+    XLA may take float32 -> half -> float32 for nothing, and so leave out what is to be
+    diagnosed: on GPUs, and on the CPU of JAX 0.10.
+    """
+    if is_traced(args):
+        return fun(*args)
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    run = jax.jit(
+        lambda consts, leaves: evaluate(closed, leaves, consts=consts),
+        compiler_options={"xla_allow_excess_precision": False},
+    )
+    flat = run(_compat.constants(closed), tree_util.tree_leaves(args))
+    return tree_util.tree_unflatten(tree_util.tree_structure(shapes), flat)
 
 
 def types_of(tree: Any) -> Any:

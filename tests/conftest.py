@@ -45,15 +45,3 @@ def run_python(tmp_path):
         )
 
     return run
-
-
-# `diagnose` refuses to run on JAX 0.10; what it is made of is not tested there either.
-_DIAGNOSES = ("test_blame", "test_lockstep", "test_overrides", "_diagnose")
-
-
-def pytest_collection_modifyitems(items):
-    if jax.__version_info__ >= (0, 11):
-        return
-    for item in items:
-        if item.path.stem in _DIAGNOSES:
-            item.add_marker(pytest.mark.skip(reason="diagnose needs JAX 0.11"))
