@@ -29,6 +29,12 @@ class Category(enum.Enum):
       danger reaches downstream too, through `INFER` and `CLEAR`, up to the next
       `ALLOW`.
     - `CLEAR`: has no numerical effect, so it takes the precision of its neighbours.
+
+    Example:
+        >>> default_rules("bfloat16")["dot_general"]
+        <Category.ALLOW: 'allow'>
+        >>> Category("deny") is Category.DENY
+        True
     """
 
     ALLOW = "allow"
