@@ -29,6 +29,7 @@ LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
 LEFT_ALONE = {
     "call_exported": "an exported program has fixed dtypes",
     "call_hi_primitive": "a hijax primitive is typed by its operands' dtypes",
+    "call_tf": "a TensorFlow function is traced for its dtypes",
     "composite": "a composite stands for a kernel that is chosen by its name",
     "cudnn_fusion": "a kernel is compiled for its dtypes",
     "custom_linear_solve": "a linear solve needs float32; XLA has no half solvers",

@@ -306,6 +306,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "call_exported": DENY,
             "call_hi_primitive": DENY,  # accepts a wrong dtype silently
             "call_hi_primitive_linearized": DENY,
+            "call_tf": DENY,  # jax2tf: a TensorFlow function is traced for its dtypes
             "composite": DENY,  # a named decomposition that a backend may replace
             "core_map": DENY,
             "custom_fusion": DENY,
