@@ -241,6 +241,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "cond": CLEAR,
             "custom_jvp_call": CLEAR,
             "custom_vjp_call": CLEAR,
+            "custom_vmap_call": CLEAR,
             "eval_jaxpr": CLEAR,
             "jit": CLEAR,
             "program_order": CLEAR,
@@ -313,7 +314,6 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "custom_jvp_call_jaxpr": DENY,
             "custom_lin": DENY,
             "custom_partitioning": DENY,
-            "custom_vmap_call": DENY,  # its batching rule is a Python function
             "fused_call": DENY,
             "fusible": DENY,
             "jaxpr_call": DENY,
