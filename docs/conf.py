@@ -31,7 +31,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # the docstrings say it in words
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_attr_annotations = False
 
 myst_heading_anchors = 3
 
@@ -71,10 +71,14 @@ def _on_include(app, path, name, content):
 
 def _keep_colons(app, what, name, obj, options, lines):
     """Puts back together what Napoleon takes for a type: a line up to its colon."""
-    if what == "property" and lines[-1:] == [""]:
-        lines.pop()
-    if what == "property" and lines[-1].startswith(":type: "):
-        lines[0] = f"{lines.pop().removeprefix(':type: ')}: {lines[0]}"
+    taken = {":type: ": "", ":rtype: ": ":returns: "}
+    for index, line in reversed([*enumerate(lines)]):
+        for field, before in taken.items():
+            if line.startswith(field):
+                del lines[index]
+                at = next((i for i, x in enumerate(lines) if x.startswith(before)), 0)
+                text = f"{line.removeprefix(field)}: {lines[at].removeprefix(before)}"
+                lines[at] = before + text
 
 
 def _hide_constructors(app, what, name, obj, options, signature, returns):
