@@ -1,4 +1,4 @@
-"""Custom derivatives: rules are kept, and rewritten like bodies.
+"""Custom derivatives and batching: rules are kept, and rewritten like bodies.
 
 A rule is a Python function that JAX calls later, with the dtypes of the values that
 were bound. It sees the original ones: what is half is cast back before, and its results
@@ -7,6 +7,7 @@ are cast to what the body returned.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,34 @@ def custom_vjp(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Ce
         _compat.wrap(new_bwd, bwd),
     )
     return [Cell(x) for x in eqn.primitive.bind(*values, **params)]
+
+
+def custom_vmap(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
+    """The batching rule sees the original dtypes; it is rewritten like a body."""
+    closed, values, avals = _custom_body(e, eqn, inner, cells)
+    outs = [v.dtype for v in closed.out_avals]
+    rule = eqn.params["rule"]
+
+    @functools.wraps(rule)
+    def new_rule(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, Any]:
+        leaves, tree = jax.tree.flatten(args)
+        full = [_cast_like(a, t) for a, t in zip(leaves, avals, strict=True)]
+        made: list[Any] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            args = jax.tree.unflatten(tree, leaves)
+            out, is_batched = rule(axis_size, in_batched, *args)
+            made.append((jax.tree.structure(out), is_batched))
+            return jax.tree.leaves(out)
+
+        results = _rule(e, inner.place, flat, full)
+        structure, is_batched = made[-1]
+        cast = [_cast(r, d) for r, d in zip(results, outs, strict=True)]
+        return jax.tree.unflatten(structure, cast), is_batched
+
+    (body,) = inner.bodies
+    params = dict(eqn.params, call=_compat.like(body.jaxpr, closed), rule=new_rule)
+    return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
 
 def _custom_body(

@@ -54,6 +54,17 @@ class Diagnosis:
         magnitude of 2**-60, 2**-59 and so on; a sample of large arrays.
       loss_scale: the loss scale among the arguments; None if there is none.
       in_order: all findings in program order, those without a difference too.
+      paths: for each parameter its path; None for optimizer state.
+      run: policy -> the largest error of a result when the program runs under it.
+      tried: the policies that were run on the way to `policy`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_rewrite import diagnose
+      >>> x = jnp.full((8, 8), 20.0)
+      >>> diagnosis = diagnose(lambda x: jnp.square(x @ x) @ x, "mixed_float16")(x)
+      >>> diagnosis.worst.primitive, diagnosis.error > diagnosis.tolerance
+      ('square', True)
     """
 
     name: str

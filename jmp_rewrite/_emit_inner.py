@@ -14,7 +14,7 @@ import jax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._demand import AS_FULL, AS_HALF
-from jmp_rewrite._derivatives import custom_jvp, custom_vjp
+from jmp_rewrite._derivatives import custom_jvp, custom_vjp, custom_vmap
 from jmp_rewrite._emit import Cell, Emitter, Handler
 from jmp_rewrite._graph import FLOAT32, Inner
 from jmp_rewrite._holders import CALLS
@@ -135,6 +135,7 @@ HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "cond": cond,
         "custom_jvp": custom_jvp,
         "custom_vjp": custom_vjp,
+        "custom_vmap": custom_vmap,
         "scan": scan,
         "shard_map": shard_map,
         "while": while_,

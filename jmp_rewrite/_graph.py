@@ -136,7 +136,8 @@ class Inner:
     """What an equation holds that is rewritten inside.
 
     Attributes:
-      kind: "call", "custom_jvp", "custom_vjp", "shard_map", "scan", "while" or "cond".
+      kind: "call", "custom_jvp", "custom_vjp", "custom_vmap", "shard_map", "scan",
+        "while" or "cond".
       place: where it stands.
       bodies: the uses of its jaxprs, in the order of the parameters.
       carry_in: a node for each carry (None: not float32).

@@ -205,6 +205,7 @@ HANDLERS: Mapping[str, Any] = MappingProxyType(
         "cond": cond,
         "custom_jvp": call,
         "custom_vjp": call,
+        "custom_vmap": call,
         "scan": scan,
         "shard_map": shard_map,
         "while": while_,

@@ -27,6 +27,15 @@ class LossScaleState(NamedTuple):
             itself Inf or NaN, which no scale cures.
         last_step_finite: `bool[]`, whether the last step was applied; True at first.
         inner_state: the state of the wrapped transformation.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jmp_rewrite import loss_scaling
+        >>> tx = loss_scaling(optax.sgd(0.1))
+        >>> state = tx.init(jnp.ones(2))
+        >>> _, state = tx.update(jnp.array([1.0, jnp.inf]), state)
+        >>> print(state.loss_scale, state.skipped_steps, state.last_step_finite)
+        16384.0 1 False
     """
 
     loss_scale: jax.Array

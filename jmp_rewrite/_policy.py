@@ -234,7 +234,13 @@ _CURRENT = jax.make_user_context(None)
 
 
 def get_policy() -> Policy:
-    """Return the policy that `policy=None` means: `Policy("auto")` unless set."""
+    """Return the policy that `policy=None` means: `Policy("auto")` unless set.
+
+    Example:
+        >>> with use_policy("mixed_float16"):
+        ...     get_policy().loss_scale
+        'dynamic'
+    """
     return Policy("auto") if _CURRENT.value is None else _CURRENT.value
 
 
@@ -245,6 +251,15 @@ def set_policy(policy: PolicyLike) -> None:
 
     Args:
         policy: a `Policy`, a string or a dtype; `None` forgets what was set.
+
+    Raises:
+        ValueError: for an unknown policy; what was set stays.
+
+    Example:
+        >>> set_policy("mixed_bfloat16")
+        >>> get_policy()
+        Policy('mixed_bfloat16')
+        >>> set_policy(None)
     """
     _CURRENT.set_global(None if policy is None else as_policy(policy))
 
@@ -280,6 +295,14 @@ def check_device(policy: PolicyLike = None) -> DeviceCheck:
     Returns:
         A `DeviceCheck`, whose `str()` is the message. It is logged to the logger
         `"jmp_rewrite"`: as information if all is well, else as a warning.
+
+    Raises:
+        ValueError: for an unknown policy.
+
+    Example:
+        >>> check = check_device("float32")
+        >>> check.ok, check.policy
+        (True, 'float32')
     """
     policy = as_policy(policy)
     dtype = policy.compute_dtype

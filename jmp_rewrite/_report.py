@@ -92,6 +92,16 @@ class Report:
     table of scopes, and equations with their reasons. A notebook shows the page that
     `save_html` writes. Nothing here holds an array; figures are worked out when they
     are asked for, and kept.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jmp_rewrite import explain
+      >>> x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+      >>> report = explain(lambda x, w: jnp.exp(x @ w), "mixed_bfloat16")(x, x)
+      >>> print(report.half_flops, report.casts)
+      1.0 3
+      >>> print([e.reason for e in report.equations if e.primitive == "exp"])
+      ['full: exp overflows float16 above 11.09 and turns rounding into a factor']
     """
 
     def __init__(self, decision: Decision) -> None:

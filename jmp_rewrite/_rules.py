@@ -29,6 +29,12 @@ class Category(enum.Enum):
       danger reaches downstream too, through `INFER` and `CLEAR`, up to the next
       `ALLOW`.
     - `CLEAR`: has no numerical effect, so it takes the precision of its neighbours.
+
+    Example:
+        >>> default_rules("bfloat16")["dot_general"]
+        <Category.ALLOW: 'allow'>
+        >>> Category("deny") is Category.DENY
+        True
     """
 
     ALLOW = "allow"
@@ -235,6 +241,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "cond": CLEAR,
             "custom_jvp_call": CLEAR,
             "custom_vjp_call": CLEAR,
+            "custom_vmap_call": CLEAR,
             "eval_jaxpr": CLEAR,
             "jit": CLEAR,
             "program_order": CLEAR,
@@ -300,13 +307,13 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "call_exported": DENY,
             "call_hi_primitive": DENY,  # accepts a wrong dtype silently
             "call_hi_primitive_linearized": DENY,
+            "call_tf": DENY,  # jax2tf: a TensorFlow function is traced for its dtypes
             "composite": DENY,  # a named decomposition that a backend may replace
             "core_map": DENY,
             "custom_fusion": DENY,
             "custom_jvp_call_jaxpr": DENY,
             "custom_lin": DENY,
             "custom_partitioning": DENY,
-            "custom_vmap_call": DENY,  # its batching rule is a Python function
             "fused_call": DENY,
             "fusible": DENY,
             "jaxpr_call": DENY,

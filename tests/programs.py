@@ -229,6 +229,20 @@ def _swish_jvp(primals, tangents):
     return swish(x), (s + x * s * (1 - s)) * t
 
 
+@jax.custom_batching.custom_vmap
+def own_batching(x, w):
+    return jnp.tanh(x @ w)
+
+
+@own_batching.def_vmap
+def _own_batching_rule(axis_size, in_batched, x, w):
+    """Rows of all members make one product, if they share the weight."""
+    if in_batched[1]:
+        axes = tuple(0 if b else None for b in in_batched)
+        return jax.vmap(lambda x, w: jnp.tanh(x @ w), axes)(x, w), True
+    return jnp.tanh(x.reshape(-1, x.shape[-1]) @ w).reshape(x.shape), True
+
+
 def inner_jit(params, x):
     block = jax.jit(lambda x, w: jnp.tanh(x @ w))
     for w in params:
@@ -436,6 +450,13 @@ PROGRAMS = [
         "custom_jvp",
         lambda p, x: swish(x @ p[0]) @ p[1],
         one(SQUARE, SQUARE),
+        products=2,
+    ),
+    Program(
+        "custom_vmap",
+        lambda p, x: own_batching(x, p[0]) @ p[1],
+        one(SQUARE, SQUARE),
+        grad=False,  # JAX has no reverse mode for it
         products=2,
     ),
     Program("jit", inner_jit, one(SQUARE, SQUARE, SQUARE), products=1),

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.compute_on import compute_on
 from jax.extend import core as jex
-from programs import BY_NAME, W, weights
+from programs import BY_NAME, W, own_batching, weights
 
 from jmp_rewrite import mixed_precision, mixed_precision_jaxpr
 
@@ -57,6 +57,7 @@ def half_products_inside(jaxpr, name):
         ("switch", "cond", 2),
         ("checkpoint", "remat2", 2),
         ("custom_vjp", "custom_vjp_call", 2),
+        ("custom_vmap", "custom_vmap_call", 1),
         ("jit", "jit", 3),
         ("shard_map", "shard_map", 2),
     ],
@@ -80,6 +81,31 @@ def test_products_inside_custom_jvp():
     assert half_products_inside(rewritten, "custom_jvp_call") == 1
     tangent = trace(jax.grad(lambda x: mixed_precision(product, BF16)(x).sum()), x)
     assert {d for e in products(tangent) for d in dtypes_in(e)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_batching_rules_are_rewritten(shared):
+    """By `jax.vmap` outside; a derivative's own rule is made of it by JAX."""
+    w, x = w_and_x()
+    ws = w if shared else jnp.stack([w, 2 * w, -w])
+    xs = jnp.stack([x, -x, 2 * x])
+    half = mixed_precision(lambda w, x: own_batching(jnp.tanh(x @ w), w) @ w, BF16)
+    over = (None if shared else 0, 0)
+
+    def plain(w, x):
+        return jnp.tanh(jnp.tanh(x @ w) @ w) @ w
+
+    batched = trace(jax.vmap(half, over), ws, xs)
+    assert not eqns(batched, "custom_vmap_call")
+    assert [dtypes_in(e) for e in products(batched)] == [["bfloat16"] * 2] * 3
+    one_product = [e for e in products(batched) if e.invars[0].aval.shape == (12, W)]
+    assert len(one_product) == shared
+    bound = 16 * EPS[BF16]
+    exact = jax.vmap(plain, over)(ws, xs)
+    assert relative_error(jax.vmap(half, over)(ws, xs), exact) < bound
+    slope = lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x))[1]  # noqa: E731
+    exact = jax.vmap(slope(plain), over)(ws, xs)
+    assert relative_error(jax.vmap(slope(half), over)(ws, xs), exact) < bound
 
 
 def test_compute_on_and_closed_call():
@@ -121,17 +147,14 @@ def interpreted_kernel(x):
     )(x)
 
 
-@jax.custom_batching.custom_vmap
-def own_batching(x):
-    return x * 2
-
-
-@own_batching.def_vmap
-def _own_batching_rule(axis_size, in_batched, x):
-    return x * 2, in_batched[0]
+# By its name alone: the primitive of jax2tf needs TensorFlow.
+call_tf = jex.Primitive("call_tf")
+call_tf.def_abstract_eval(lambda x: x)
+call_tf.def_impl(lambda x: x * 2)
 
 
 OPAQUE = {
+    "call_tf": call_tf.bind,
     "pallas_call": interpreted_kernel,
     "pure_callback": lambda x: jax.pure_callback(
         lambda v: np.asarray(v), jax.ShapeDtypeStruct(x.shape, x.dtype), x
@@ -140,7 +163,6 @@ OPAQUE = {
     "custom_linear_solve": lambda x: (
         jnp.linalg.solve(x.T @ x + 9 * jnp.eye(W, dtype=jnp.float32), x.T).T
     ),
-    "custom_vmap_call": own_batching,
 }
 
 

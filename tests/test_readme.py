@@ -10,13 +10,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    """The code blocks in a language, padded so that tracebacks name README's lines."""
-    fences = re.finditer(
-        rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE
-    )
+def blocks(language: str, text: str = README) -> list[str]:
+    """The code blocks in a language, padded so that tracebacks name its lines."""
+    fences = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [
-        "\n" * (README.count("\n", 0, fence.start()) + 1) + fence[1] for fence in fences
+        "\n" * (text.count("\n", 0, fence.start()) + 1) + fence[1] for fence in fences
     ]
 
 
