@@ -88,8 +88,8 @@ def is_traced(tree: Any) -> bool:
 def compiled(fun: Callable[..., Any], *args: Any) -> Any:
     """Calls a function that is compiled as a whole, with all of its roundings.
 
-    XLA may take float32 -> half -> float32 for nothing, and so leave out what is to be
-    diagnosed: on GPUs, and on the CPU of JAX 0.10.
+    XLA may take float32 -> half -> float32 for nothing, on GPUs and on the CPU, and so
+    leave out what is to be diagnosed.
     """
     if is_traced(args):
         return fun(*args)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
 FUSED = 1e-6
 # These hold a scan that the rewritten program compiles as a whole.
 COMPILED = {"epoch", "lstm", "step_adam"}
-# In these XLA:CPU of JAX 0.10 leaves out roundings, unless told.
+# What these hold is compiled as a whole, and XLA:CPU leaves out roundings, unless told.
 ROUNDED_LESS = {"epoch", "fori", "jit", "lstm", "pmap"}
 
 
@@ -50,7 +50,7 @@ def lockstep(fun, args, policy="mixed_bfloat16", rounded_less=False):
 def as_written(plan, consts, args, rounded_less):
     """Runs the rewritten program with all of its roundings."""
     rewritten = functools.partial(_rewrite.run, plan, consts)
-    if jax.__version_info__ >= (0, 11) or not rounded_less:
+    if not rounded_less:
         return rewritten(args)
     options = {"xla_allow_excess_precision": False}
     return jax.jit(rewritten).lower(args).compile(compiler_options=options)(args)
