@@ -22,7 +22,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from jmp_rewrite import _rules, _state
-from jmp_rewrite._graph import Graph, Node, Opaque, Value
+from jmp_rewrite._graph import Graph, Node, Opaque, Value, reads_float32
 from jmp_rewrite._place import BareGraph
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._rules import Category
@@ -192,19 +192,24 @@ def _lossy(graph: Graph, dtype: Any) -> frozenset[int]:
 
 def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
     """Returns what is not rewritten inside: kernels, callbacks, unknown primitives."""
-    unknown = [
-        Opaque(
-            node.eqn,
-            node.place,
-            "no rule for it, and it holds a program or a function",
-            source_info_util.summarize(node.eqn.source_info),
-        )
+    named = {id(o.eqn) for o in graph.opaque}
+    others = [
+        Opaque(node.eqn, node.place, why, source_info_util.summarize(info))
         for node in graph.nodes
-        if pins.categories[node.index] is None
-        and not node.place.rewritten
-        and _holds_program(node.eqn)
+        if not node.place.rewritten
+        and id(node.eqn) not in named
+        and (why := _why_alone(node.eqn, pins.categories[node.index]))
+        for info in [node.eqn.source_info]
     ]
-    return [*graph.opaque, *unknown]
+    return [*graph.opaque, *others]
+
+
+def _why_alone(eqn: Any, category: Category | None) -> str | None:
+    if category is None and _holds_program(eqn):
+        return "no rule for it, and it holds a program or a function"
+    if category is DENY and reads_float32(eqn):
+        return _rules.opaque_reason(eqn.primitive.name)
+    return None
 
 
 def _holds_program(eqn: Any) -> bool:

@@ -721,6 +721,29 @@ def reason(name: str, category: Category) -> str:
     return _PHRASES[category]
 
 
+# What stands under the other opaque titles does nothing that half would make cheaper.
+_NAMED = (
+    "opaque: holds a function",
+    "opaque: reads or writes a reference",
+    "opaque: a sparse operation",
+    "opaque: a kernel",
+)
+
+
+def opaque_reason(name: str) -> str | None:
+    """Return why a primitive is left alone as a whole; None if it is not, or for good.
+
+    Args:
+        name: a primitive's name.
+
+    Example:
+        >>> opaque_reason("bcoo_dot_general")
+        'a sparse operation'
+    """
+    title = _TITLES.get(name, "")
+    return title.removeprefix("opaque: ") if title.startswith(_NAMED) else None
+
+
 def _expected(got: object) -> str:
     known = ", ".join(repr(name) for name in _NAMES)
     return f"expected a compute dtype, one of {known} or such a dtype, got {got!r}"

@@ -14,6 +14,7 @@ import optax
 import pytest
 from helpers import PRODUCTS, bit_equal, eqns, walk
 from jax import lax
+from jax.experimental import sparse
 from jax.extend import core as jex
 from programs import BY_NAME, PROGRAMS, W, mlp, mlp_args, normal, train_step
 
@@ -555,6 +556,13 @@ def test_what_is_left_alone():
     assert left.line.startswith("programs.py:")
     assert left.reason == "a callback expects the dtypes that it was written for"
     assert any("pure_callback at programs.py" in a for a in report.advice)
+
+
+def test_a_sparse_operation_is_named():
+    matrix = sparse.BCOO.fromdense(np.eye(8, dtype=np.float32))
+    report = explain(lambda x: (matrix @ (x @ x)) @ x, "mixed_bfloat16")(spec(8, 8))
+    (left,) = report.not_rewritten
+    assert (left.primitive, left.reason) == ("bcoo_dot_general", "a sparse operation")
 
 
 def test_a_primitive_without_a_rule_is_left_alone():
