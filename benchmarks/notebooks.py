@@ -89,7 +89,7 @@ def row(target: str, step: Any, args: tuple[Any, ...], found: dict[str, Any]) ->
         return {"ok": False, "error": f"{type(error).__name__}: {error}"}
     text = compiled.as_text()
     if "kernels" in found and not found["kernels"](text):
-        return {"ok": False, "error": "the notebook reads no kernels from the text"}
+        return {"ok": False, "error": "the notebook finds no kernels in the text"}
     cost = devices.measure(text, facts | {"casts": casts})
     return {
         "ok": True,

@@ -131,6 +131,12 @@ def _small(picture: str) -> str:
     return picture
 
 
+def _warnings(notebook: Any) -> list[str]:
+    """What a reader of a notebook that was run sees in red."""
+    outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
+    return [o.text for o in outputs if o.get("name") == "stderr"]
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs notebooks and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -140,7 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for name in options.names:
         executed = execute(read(name), options.timeout)
-        print(f"{name}: ran", file=sys.stderr)
+        print(f"{name} ran")
+        for text in _warnings(executed):
+            print(f"{name}: a cell wrote to stderr: {text}", file=sys.stderr)
         write(normal(executed), name, options.to)
 
 
