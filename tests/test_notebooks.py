@@ -115,6 +115,11 @@ def test_links_into_the_repository_exist(name):
 
 
 @each
+def test_no_power_is_taken_for_bold(name):
+    assert not re.search(r"\d\*\*-?\d", prose(name))
+
+
+@each
 def test_what_is_printed_is_asserted(name):
     cells = code(name)
     for cell, following in zip(cells, [*cells[1:], cells[-1]], strict=True):
