@@ -540,6 +540,20 @@ def test_products_that_emit_float32_run_on_cpu():
     assert relative_error(result, f(x, g)) < 8 * EPS["mixed_bfloat16"]
 
 
+def test_weight_gradients_of_matrices_take_the_fast_kernel():
+    """XLA:CPU multiplies no bfloat16 columns by columns: it would widen them."""
+
+    def loss(w, x):
+        return jnp.square(jax.nn.relu(x @ w) @ w).sum()
+
+    def compiled(policy):
+        step = jax.jit(mixed_precision(jax.grad(loss), policy))
+        return step.lower(jnp.ones((W, W)), jnp.ones((4, W))).compile().as_text()
+
+    assert "lhs_contracting_dims={0}" in compiled("float32")
+    assert "lhs_contracting_dims={0}" not in compiled("mixed_bfloat16")
+
+
 def test_vmapped_products_run_on_cpu():
     """`weight @ x` under vmap puts a transpose into a product's operand."""
     ws = [jnp.asarray(normal(*s, scale=0.1)) for s in ((48, 20), (48, 48), (10, 48))]
