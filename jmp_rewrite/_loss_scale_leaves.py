@@ -62,11 +62,9 @@ def as_dtype_of(x: Any, like: Any) -> Any:
 def unscale_tree(grads: Any, scale: jax.Array) -> Any:
     """Divides by the scale in float32, or in the leaf's own wider dtype.
 
-    By two reciprocals, which are exact for every power of two: a division takes a TPU's
-    vector unit longer than the memory takes to bring the gradient, and above 2**126 one
-    reciprocal alone would be subnormal and flushed to zero.
+    Divided, not multiplied by a reciprocal: exact for every power of two, also above
+    2**126, where the reciprocal would be subnormal and flushed to zero.
     """
-    near = jnp.minimum(scale, 2.0**64)
 
     def leaf(g: Any) -> Any:
         if not is_inexact(g):
@@ -74,8 +72,7 @@ def unscale_tree(grads: Any, scale: jax.Array) -> Any:
         g = widen(jnp.asarray(g))
         if jnp.issubdtype(g.dtype, jnp.complexfloating):  # no NaN out of inf * 0
             return lax.complex(leaf(g.real), leaf(g.imag))
-        first, whole = jnp.asarray(near, g.dtype), jnp.asarray(scale, g.dtype)
-        return g * (1 / first) * (first / whole)
+        return g / jnp.asarray(scale, g.dtype)
 
     return jax.tree.map(leaf, grads)
 
