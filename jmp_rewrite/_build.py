@@ -103,6 +103,7 @@ class Builder:
         self._is_opaque = is_opaque
         self._by_path = by_path
         self._often = _shared_jaxprs(closed)
+        self._bits: set[Any] = set()
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
     def sharing_key(self, jaxpr: Any, place: Place) -> Any:
@@ -188,6 +189,7 @@ class Builder:
         """Adds the node (or the lanes) of an equation that holds no jaxpr."""
         name = eqn.primitive.name
         operands = [_read(env, v) for v in eqn.invars]
+        of_bits = self._follow_bits(eqn)
         if name in LANES:
             return self._lanes(eqn, operands, place, trips)
         inputs: list[Value] = []
@@ -215,6 +217,7 @@ class Builder:
         node = self.nodes[index]
         node.given = given
         node.mixed = _mixes(eqn)
+        node.of_bits = of_bits
         data = name in _DATA or any([v.made_of_data for v in inputs])
         return index, [
             Value(v.aval, index, number, made_of_data=data)
@@ -222,6 +225,18 @@ class Builder:
             else None
             for v in eqn.outvars
         ]
+
+    def _follow_bits(self, eqn: Any) -> bool:
+        """Remembers integers that are made of the bits of floats.
+
+        Returns:
+          Whether the equation reads such integers.
+        """
+        read = any(v in self._bits for v in eqn.invars if not hasattr(v, "val"))
+        casts = eqn.primitive.name == "bitcast_convert_type"
+        if read or (casts and is_float32(eqn.invars[0].aval)):
+            self._bits.update(v for v in eqn.outvars if not is_float32(v.aval))
+        return read
 
     def _lanes(
         self, eqn: Any, operands: Sequence[Value | None], place: Place, trips: int

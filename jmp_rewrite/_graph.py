@@ -75,6 +75,7 @@ class Node:
       trips: how often it runs, 1 outside of loops.
       given: a cast of an argument of the program that was half when it came in.
       mixed: another floating-point dtype stands beside float32.
+      of_bits: it is made of the bits of other floats, which were masked or shifted.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Node:
         "literals",
         "mixed",
         "name",
+        "of_bits",
         "place",
         "trips",
     )
@@ -111,6 +113,7 @@ class Node:
         self.trips = trips
         self.given = False
         self.mixed = False
+        self.of_bits = False
 
 
 class Instance:

@@ -244,8 +244,13 @@ def _is_source(value: Value, made: set[int]) -> bool:
 
 
 def _is_random(node: Node) -> bool:
-    """Parameters that a program draws itself start as random bits."""
-    return node.name == "bitcast_convert_type" and bool(node.avals[0].shape)
+    """Parameters that a program draws itself start as random bits.
+
+    The derivative of `erfc`, and so of an exact GELU, also makes floats of bits, but of
+    those of another float.
+    """
+    is_float_of_bits = node.name == "bitcast_convert_type" and not node.of_bits
+    return is_float_of_bits and bool(node.avals[0].shape)
 
 
 def residual_streams(

@@ -205,6 +205,23 @@ def test_what_the_backward_pass_reads_again_is_half():
     assert len(held) == 2  # one a layer
 
 
+def test_the_gradient_of_an_exact_gelu_is_half():
+    """Its derivative makes floats of masked bits, which are no random parameters."""
+
+    def loss(params, x):
+        h = jax.nn.gelu(x @ params[0], approximate=False)
+        return jnp.square(h @ params[1]).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    params = weights((D, 48), (48, D))
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, normal(T, D))
+    products = eqns(jaxpr, "dot_general")
+    hidden = [e for e in products if e.outvars[0].aval.shape == (T, 48)]
+    assert [dtypes_out(e) for e in hidden] == [["bfloat16"]] * 2  # there and back
+
+
 def test_a_target_is_not_rounded():
     """A regression target that a product reads too stays exact for the loss."""
     (w,) = weights((D, D))
