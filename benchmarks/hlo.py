@@ -198,8 +198,11 @@ class Module:
         if i.opcode in UPDATES:
             update = self._of(i)[i.operands[UPDATES[i.opcode]]]
             return [arrays[0]._replace(shape=update.arrays[0].shape)]
-        if i.opcode == "fusion" and i.fused in self.computations:
-            inside = self.computations[i.fused]
+        fused = i.fused
+        if i.opcode == "fusion-done":  # of a fusion that runs beside others
+            fused = self._of(i)[i.operands[0]].fused
+        if i.opcode.startswith("fusion") and fused in self.computations:
+            inside = self.computations[fused]
             root = next(x for x in inside.values() if x.root)
             roots = (
                 [inside[o] for o in root.operands] if root.opcode == "tuple" else [root]
