@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax import lax, tree_util
 from jax.custom_derivatives import SymbolicZero
-from jax.experimental import layout
 from jax.extend import core as jex
 from jax.extend import linear_util as lu
 from jax.extend import source_info_util
@@ -181,34 +180,43 @@ def cast_primitive(name: str, fun: Callable[..., Any]) -> jex.Primitive:
 def _cpu_barrier_primitive() -> jex.Primitive:
     """Makes the identity of many operands that is a barrier where a CPU runs it.
 
-    Matrices are row-major behind it.
+    With `transposed` the first operand is a transpose, and copied there.
     """
     primitive = jex.Primitive("cpu_barrier")
     primitive.multiple_results = True
-    primitive.def_impl(lambda *xs: list(xs))
-    primitive.def_abstract_eval(lambda *xs: list(xs))
+    primitive.def_impl(lambda *xs, transposed: list(xs))
+    primitive.def_abstract_eval(lambda *xs, transposed: list(xs))
 
-    def jvp(primals: Any, tangents: Any) -> Any:
-        return primitive.bind(*primals), list(tangents)
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        return primitive.bind(*primals, **params), list(tangents)
+
+    def barrier(*xs: Any, transposed: bool) -> Any:
+        first = _copied_transpose(xs[0]) if transposed else xs[0]
+        return lax.optimization_barrier([first, *xs[1:]])
 
     ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = lambda cts, *_: list(cts)
-    batching.primitive_batchers[primitive] = lambda xs, axes: (
-        primitive.bind(*xs),
+    ad.primitive_transposes[primitive] = lambda cts, *_, **params: list(cts)
+    batching.primitive_batchers[primitive] = lambda xs, axes, **params: (
+        primitive.bind(*xs, **params),
         list(axes),
     )
-    mlir.register_lowering(primitive, lambda ctx, *xs: list(xs))
-
-    def row_major(x: Any) -> Any:
-        matrix = x.ndim == 2
-        return layout.with_layout_constraint(x, layout.Layout((0, 1))) if matrix else x
-
-    barrier = mlir.lower_fun(
-        lambda *xs: lax.optimization_barrier([row_major(x) for x in xs]),
-        multiple_results=True,
-    )
-    mlir.register_lowering(primitive, barrier, platform="cpu")
+    mlir.register_lowering(primitive, lambda ctx, *xs, transposed: list(xs))
+    lowering = mlir.lower_fun(barrier, multiple_results=True)
+    mlir.register_lowering(primitive, lowering, platform="cpu")
     return primitive
+
+
+def _copied_transpose(x: Any) -> Any:
+    """Returns a transposed matrix so that XLA copies it.
+
+    A transpose alone, and a barrier behind it, become a view; one that goes through
+    three dimensions cannot.
+    """
+    if x.ndim != 2:  # mapped over
+        return x
+    columns, rows = x.shape
+    halves = lax.reshape(lax.transpose(x, (1, 0)), (2, rows // 2, columns))
+    return lax.reshape(lax.transpose(halves, (2, 0, 1)), (columns, rows))
 
 
 _CPU_BARRIER = _cpu_barrier_primitive()
@@ -225,8 +233,8 @@ def shielded_product(
     rounding to float32's own format, which is no rounding, keeps the result.
     """
     operands, params = _batch_first(operands, params)
-    operands, params = _rows_by_columns(operands, params)
-    operands = _CPU_BARRIER.bind(*operands)
+    operands, params, transposed = _rows_by_columns(operands, params)
+    operands = _CPU_BARRIER.bind(*operands, transposed=transposed)
     (out,) = bind(eqn, operands, params)
     return [lax.reduce_precision(out, exponent_bits=8, mantissa_bits=23)]
 
@@ -287,21 +295,24 @@ def _batch_first(
 
 def _rows_by_columns(
     operands: Sequence[Any], params: dict[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
+) -> tuple[list[Any], dict[str, Any], bool]:
     """Transposes the first of two matrices that are multiplied along their columns.
 
     Every weight gradient of a layer on matrices is such a product. XLA:CPU has no
     bfloat16 kernel for it and takes the float32 one, a third as fast (JAX 0.10.2 to
-    0.12.0); it copies the transpose if it has to be row-major. Elsewhere the transpose
-    is a part of the product.
+    0.12.0), unless the transpose is a copy. Elsewhere it is a part of the product.
     """
-    if params.get("dimension_numbers") != (((0,), (0,)), ((), ())):
-        return list(operands), params
     first, second = operands
-    if first.ndim != 2 or second.ndim != 2:
-        return list(operands), params
+    if (
+        params.get("dimension_numbers") != (((0,), (0,)), ((), ()))
+        or (first.ndim, second.ndim) != (2, 2)
+        or not isinstance(first.shape[0], int)  # a symbol, in an exported program
+        or first.shape[0] % 2
+    ):
+        return list(operands), params, False
     dims = (((1,), (0,)), ((), ()))
-    return [lax.transpose(first, (1, 0)), second], dict(params, dimension_numbers=dims)
+    params = dict(params, dimension_numbers=dims)
+    return [lax.transpose(first, (1, 0)), second], params, True
 
 
 def full_convolution(
