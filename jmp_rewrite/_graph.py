@@ -8,7 +8,7 @@ each carry and a branch one for each result, because those must agree on a dtype
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -250,3 +250,15 @@ def is_float32(aval: Any) -> bool:
 def reads_float32(eqn: Any) -> bool:
     """Tells whether an equation has a float32 operand or result."""
     return any(is_float32(v.aval) for v in [*eqn.invars, *eqn.outvars])
+
+
+def reached(starts: Iterable[int], edges: Sequence[Sequence[int]]) -> set[int]:
+    """Returns the nodes that edges lead to from these, and these."""
+    found = set(starts)
+    stack = list(found)
+    while stack:
+        for node in edges[stack.pop()]:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found

@@ -26,9 +26,9 @@ from jmp_rewrite._holders import LANES, held_jaxprs
 from jmp_rewrite._lockstep_rows import Frame, Row
 from jmp_rewrite._pair import ZERO, Pair, are_shared, as_computed, pair_of, terms
 from jmp_rewrite._plan import Action, Plan
+from jmp_rewrite._rules import PRODUCTS
 from jmp_rewrite._scopes import TOP, Place, inner_place
 
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 # What these return has the numbers of their operand, and so its error.
 _MOVES = frozenset(
     {
@@ -292,7 +292,7 @@ class Lockstep(Emitter):
 
     def _count_exponents(self, eqn: Any, row: int, references: list[Any]) -> None:
         """Counts how large the gradients are: the products of the backward pass."""
-        if self.rows[row].place.backward and eqn.primitive.name in _PRODUCTS:
+        if self.rows[row].place.backward and eqn.primitive.name in PRODUCTS:
             self.frame.exponents.append(exponents(references[0]))
 
 

@@ -10,9 +10,9 @@ import jax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._holders import CALLS, held_jaxprs
+from jmp_rewrite._rules import PRODUCTS
 from jmp_rewrite._storage import COSTLY, ENDS_KERNEL
 
-PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 HALVES = frozenset({"bfloat16", "float16"})
 
 # Results of these are views of their operand, or numbers that XLA repeats where they

@@ -18,8 +18,8 @@ from jax import tree_util
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, Node, Value, is_float32
 from jmp_rewrite._policy import Policy
+from jmp_rewrite._rules import PRODUCTS
 
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 # What joins values of several origins: one that comes from the parameter is enough.
 _JOINTS = frozenset({"carry_in", "join"})
 _MOVES = frozenset(
@@ -198,7 +198,7 @@ class _Program:
         backward = [n.index for n in graph.nodes if n.place.backward]
         self.after_backward = self._reached(backward)
         self.transposes = [
-            self.nodes[n] for n in backward if self.nodes[n].name in _PRODUCTS
+            self.nodes[n] for n in backward if self.nodes[n].name in PRODUCTS
         ]
         self.readers: dict[int, list[int]] = {}
         for node in graph.nodes:
@@ -263,9 +263,7 @@ class _Layer:
         """Returns all nodes of the layer."""
         self._follow_own()
         products = {
-            n
-            for n in self._readers_of_own()
-            if self._program.nodes[n].name in _PRODUCTS
+            n for n in self._readers_of_own() if self._program.nodes[n].name in PRODUCTS
         }
         flow = self._follow_flow(products)
         return self._own | flow | products | self._gradients(products)
@@ -315,7 +313,7 @@ class _Layer:
 
     def _is_update(self, node: Node, others: Sequence[Value]) -> bool:
         """Tells a parameter that is moved along its gradient."""
-        if node.place.backward or not node.avals or node.name in _PRODUCTS:
+        if node.place.backward or not node.avals or node.name in PRODUCTS:
             return False
         shape = node.avals[0].shape
         kept = any(v.aval.shape == shape and self._is_exact(v) for v in node.inputs)
@@ -335,7 +333,7 @@ class _Layer:
         while stack:
             node = self._program.nodes[stack.pop()]
             index = node.index
-            if index in flow or index in self._own or node.name in _PRODUCTS:
+            if index in flow or index in self._own or node.name in PRODUCTS:
                 continue
             if self._combines(node) or self._continues(node, flow | products):
                 flow.add(index)
@@ -421,7 +419,7 @@ class _Layer:
                 continue
             seen.add(index)
             node = nodes[index]
-            if node.name in _PRODUCTS:
+            if node.name in PRODUCTS:
                 found.update({index} if node.place.backward else ())
             elif any(math.prod(a.shape) in sizes for a in node.avals):
                 stack.extend(v.node for v in node.inputs)

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.extend import core as jex
@@ -25,7 +25,7 @@ from jmp_rewrite import (
     _summary,
 )
 from jmp_rewrite._document import document
-from jmp_rewrite._graph import Graph
+from jmp_rewrite._graph import Graph, reached
 from jmp_rewrite._measure import Residuals
 from jmp_rewrite._plan import Plan
 from jmp_rewrite._policy import Policy
@@ -309,20 +309,9 @@ def _late(graph: Graph) -> frozenset[int]:
     backward pass: the weight decay of a parameter.
     """
     backward = [n.index for n in graph.nodes if n.place.backward]
-    after = _reached(backward, graph.consumers())
-    before = _reached(backward, graph.predecessors())
-    return frozenset(after | (_reached(after, graph.predecessors()) - before))
-
-
-def _reached(starts: Iterable[int], edges: Sequence[Sequence[int]]) -> set[int]:
-    reached = set(starts)
-    stack = list(reached)
-    while stack:
-        for node in edges[stack.pop()]:
-            if node not in reached:
-                reached.add(node)
-                stack.append(node)
-    return reached
+    after = reached(backward, graph.consumers())
+    before = reached(backward, graph.predecessors())
+    return frozenset(after | (reached(after, graph.predecessors()) - before))
 
 
 def _vjp_residuals(closed: Any) -> Residuals:

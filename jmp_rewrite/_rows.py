@@ -18,6 +18,7 @@ from jmp_rewrite._reasons import (
     Verdict,
     Verdicts,
 )
+from jmp_rewrite._rules import PRODUCTS
 from jmp_rewrite._scopes import Place
 from jmp_rewrite._source import Line
 from jmp_rewrite._walk import Draft
@@ -188,7 +189,7 @@ class _Writer:
 
 
 def _computed_in(eqn: Any, operands: Sequence[_Type], results: Sequence[_Type]) -> str:
-    is_product = eqn.primitive.name in _measure.PRODUCTS
+    is_product = eqn.primitive.name in PRODUCTS
     types = [*operands, *results] if is_product else [*results, *operands]
     for kind in ("float", "complex", ""):
         for t in types:

@@ -721,6 +721,9 @@ def reason(name: str, category: Category) -> str:
     return _PHRASES[category]
 
 
+# Matrix products and convolutions: what half precision is fast for.
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+
 # What stands under the other opaque titles does nothing that half would make cheaper.
 _NAMED = (
     "opaque: holds a function",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from jmp_rewrite._graph import Graph, Loop, Node, Value
+from jmp_rewrite._graph import Graph, Loop, Node, Value, reached
 from jmp_rewrite._rules import Category
 
 # State stays state through these, but they do no arithmetic: they may be half (a
@@ -314,14 +314,8 @@ def made_by_products(
     categories: Sequence[Category | None], consumers: Sequence[Sequence[int]]
 ) -> set[int]:
     """Returns the nodes that have a product upstream: activations, and no weights."""
-    made = {n for n, c in enumerate(categories) if c is Category.ALLOW}
-    stack = list(made)
-    while stack:
-        for reader in consumers[stack.pop()]:
-            if reader not in made:
-                made.add(reader)
-                stack.append(reader)
-    return made
+    products = (n for n, c in enumerate(categories) if c is Category.ALLOW)
+    return reached(products, consumers)
 
 
 def _layer_products(
@@ -356,14 +350,14 @@ def _multiplies(product: Node, stream: set[int]) -> bool:
 
 def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set[int]:
     """Returns what an iteration computes from a node, up to the next iteration."""
-    reached: set[int] = set()
+    found: set[int] = set()
     stack = [start]
     while stack:
         for node in consumers[stack.pop()]:
-            if node in within and node not in reached and node != start:
-                reached.add(node)
+            if node in within and node not in found and node != start:
+                found.add(node)
                 stack.append(node)
-    return reached
+    return found
 
 
 def leads_to_product(
@@ -372,14 +366,14 @@ def leads_to_product(
     stops: Callable[[int], bool],
 ) -> set[int]:
     """Returns the nodes that a matrix product depends on without a stop between."""
-    reached: set[int] = set()
+    found: set[int] = set()
     stack = list(products)
     while stack:
         for node in predecessors[stack.pop()]:
-            if node not in reached and not stops(node):
-                reached.add(node)
+            if node not in found and not stops(node):
+                found.add(node)
                 stack.append(node)
-    return reached
+    return found
 
 
 def moved_arguments(
@@ -427,14 +421,8 @@ def is_whole_step(graph: Graph) -> bool:
     an argument: gradients, or new parameters. A loss with a gradient inside (a penalty,
     a physics-informed one) returns a number, and is differentiated once more.
     """
-    consumers = graph.consumers()
-    made = {n.index for n in graph.nodes if n.place.backward}
-    stack = list(made)
-    while stack:
-        for reader in consumers[stack.pop()]:
-            if reader not in made:
-                made.add(reader)
-                stack.append(reader)
+    backward = (n.index for n in graph.nodes if n.place.backward)
+    made = reached(backward, graph.consumers())
     shapes = {v.aval.shape for v in graph.arguments} - {()}
     return any(v.node in made and v.aval.shape in shapes for v in graph.results)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,3 +86,40 @@ def bit_equal(one: Any, other: Any) -> None:
     same_types(one, other)
     for x, y in zip(arrays(one), arrays(other), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def two_processes(folder: Any, source: str, devices: int, *args: str) -> list[str]:
+    """Runs a program in two processes on localhost, each with so many CPU devices.
+
+    It is given its rank, the coordinator's address and `args`.
+
+    Returns:
+      The lines that begin with "step", the same ones from both.
+    """
+    worker = folder / "worker.py"
+    worker.write_text(textwrap.dedent(source))
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    env.pop("XLA_FLAGS", None)
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (os.getcwd(), *sys.path) if p)
+    members = [
+        subprocess.Popen(
+            [sys.executable, worker, rank, address, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        outputs = [m.communicate(timeout=120) for m in members]
+    finally:
+        for member in members:
+            member.kill()
+    assert [m.returncode for m in members] == [0, 0], outputs
+    rows = [[r for r in out.splitlines() if r.startswith("step")] for out, _ in outputs]
+    assert rows[0] == rows[1]
+    return rows[0]

@@ -1,17 +1,13 @@
 """One device's overflow skips the step on all: no divergence, no deadlock."""
 
 import functools
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import two_processes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -225,28 +221,10 @@ WORKER = """
 
 def test_two_processes(tmp_path):
     """Gloo on localhost: both processes skip the step that one of them overflowed."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(textwrap.dedent(WORKER))
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        address = f"localhost:{s.getsockname()[1]}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    env.pop("XLA_FLAGS", None)
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (os.getcwd(), *sys.path) if p)
-    run = functools.partial(
-        subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    members = [run([sys.executable, worker, str(r), address], env=env) for r in (0, 1)]
-    try:
-        outputs = [m.communicate(timeout=90) for m in members]
-    finally:
-        for member in members:
-            member.kill()
-    assert [m.returncode for m in members] == [0, 0], outputs
-    rows = [[r for r in out.splitlines() if r.startswith("step")] for out, _ in outputs]
-    print(*rows[0], *rows[1], sep="\n")
-    assert rows[0] == rows[1] and len(rows[0]) == 4
-    steps = [row.split()[2:] for row in rows[0]]
+    rows = two_processes(tmp_path, WORKER, 1)
+    print(*rows, sep="\n")
+    assert len(rows) == 4
+    steps = [row.split()[2:] for row in rows]
     assert [s[1] for s in steps] == ["32768.0", "16384.0", "16384.0", "16384.0"]
     assert [s[-1] for s in steps] == ["True", "False", "True", "True"]
     assert steps[1][0] == steps[0][0] != steps[2][0]

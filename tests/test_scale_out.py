@@ -8,17 +8,21 @@ import functools
 import math
 import os
 import re
-import socket
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import EPS, arrays, dtypes_in, products, relative_error, trace
+from helpers import (
+    EPS,
+    arrays,
+    dtypes_in,
+    products,
+    relative_error,
+    trace,
+    two_processes,
+)
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -509,35 +513,10 @@ WORKER = """
 
 def test_two_processes_of_four_devices(tmp_path):
     """FSDP over two processes on localhost: the losses of one process with eight."""
-    worker = tmp_path / "worker.py"
-    worker.write_text(textwrap.dedent(WORKER))
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        address = f"localhost:{s.getsockname()[1]}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
-    env.pop("XLA_FLAGS", None)
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (os.getcwd(), *sys.path) if p)
-    tests = os.path.dirname(__file__)
-    members = [
-        subprocess.Popen(
-            [sys.executable, worker, str(rank), address, tests],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        outputs = [m.communicate(timeout=120) for m in members]
-    finally:
-        for member in members:
-            member.kill()
-    assert [m.returncode for m in members] == [0, 0], outputs
-    rows = [[r for r in out.splitlines() if r.startswith("step")] for out, _ in outputs]
-    assert rows[0] == rows[1] and len(rows[0]) == 3
+    rows = two_processes(tmp_path, WORKER, 4, os.path.dirname(__file__))
+    assert len(rows) == 3
     np.testing.assert_allclose(
-        [float(r.split()[1]) for r in rows[0]], one_process(), rtol=1e-5
+        [float(r.split()[1]) for r in rows], one_process(), rtol=1e-5
     )
 
 
