@@ -132,7 +132,7 @@ class Diagnosis:
     @property
     def advice(self) -> list[str]:
         """What else there is to say, a sentence each."""
-        advice = [self._about_reference(), self._about_gradients()]
+        advice = [self.about_reference, self._about_gradients()]
         if not any(f.is_half for f in self.in_order):
             advice.append("nothing runs in half precision under this policy")
         if self.noise:
@@ -142,7 +142,9 @@ class Diagnosis:
             )
         return [a for a in advice if a]
 
-    def _about_reference(self) -> str:
+    @property
+    def about_reference(self) -> str:
+        """Says where the program is Inf or NaN in float32 too; "" if it is not."""
         if not self.is_spoilt:
             return ""
         where = f", from {self.spoilt.line} on" if self.spoilt else ""

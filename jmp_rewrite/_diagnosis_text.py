@@ -40,17 +40,19 @@ def summary(d: Any) -> list[str]:
     """Returns what there is to say, a line each."""
     verdict = "within" if d.error <= d.tolerance else "above"
     path, error = max(d.results.items(), key=lambda r: r[1], default=("", 0.0))
+    judged = "other results" if d.is_spoilt else "results"
     lines = [
         f"{d.name} under {d.diagnosed!r}",
-        f"error of the results: {error:.2g}, {verdict} the tolerance of {d.tolerance:g}"
-        + (f" (the worst: {path})" if error else ""),
+        *filter(None, [d.about_reference]),
+        f"error of the {judged}: {error:.2g}, {verdict} the tolerance of "
+        f"{d.tolerance:g}" + (f" (the worst: {path})" if error else ""),
     ]
     if d.worst:
         lines.append(f"worst: {place(d.worst)}: {d.why(d.worst)}")
     first = d.first_nonfinite
     if first and d.worst and first.index != d.worst.index:
         lines.append(f"first Inf or NaN: {place(first)}: {d.why(first)}")
-    return [*lines, *d.advice]
+    return [*lines, *(a for a in d.advice if a != d.about_reference)]
 
 
 def _policy_lines(d: Any) -> list[str]:
