@@ -73,8 +73,13 @@ class Demand:
         if isinstance(entry, tuple):
             return [AS_HALF if self._is_half(n) else AS_FULL for n in entry]
         action = Action.FULL if entry is None else self._plan.actions[entry]
-        native = action & Action.HALF and not action & Action.WIDE
-        return [AS_HALF if native else AS_FULL] * len(eqn.invars)
+        if not action & Action.HALF or action & Action.WIDE:
+            return [AS_FULL] * len(eqn.invars)
+        literals = self._plan.graph.nodes[entry].literals
+        return [  # a known number is emitted as a literal
+            0 if i in literals and not v.aval.shape else AS_HALF
+            for i, v in enumerate(eqn.invars)
+        ]
 
     def _ways_inside(self, eqn: Any, inner: Inner) -> list[int]:
         everything = [AS_FULL] * len(eqn.invars)

@@ -58,6 +58,32 @@ _SPREADS = frozenset(
 )
 
 
+# The results of these are elements of their operands.
+_PICKS = frozenset(
+    {
+        "broadcast_in_dim",
+        "clamp",
+        "cummax",
+        "cummin",
+        "expand_dims",
+        "max",
+        "min",
+        "pmax",
+        "pmin",
+        "reduce_max",
+        "reduce_min",
+        "reduce_window_max",
+        "reduce_window_min",
+        "reshape",
+        "select_n",
+        "sort",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
+
+
 # These hold a jaxpr that takes float32 scalars.
 _TYPED = frozenset({"scatter-max", "scatter-min"})
 
@@ -143,6 +169,7 @@ def make_plan(
     labels = placement(graph, pins)
     if pins.whole_step and placement is not propagation:
         _follow_exactly(graph, pins, labels)
+    _compare_alike(graph, labels)
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
     for node in _read_in_both(graph, actions):
         actions[node] |= Action.HELD
@@ -167,6 +194,26 @@ def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
         asked = pins.full[index] not in (None, NO_PRODUCT) and pins.upstream[index] < 0
         if not asked and moves_exactly(node, pins):
             labels[index] = all(v.node >= 0 and labels[v.node] for v in node.inputs)
+
+
+def _compare_alike(graph: Graph, labels: list[bool]) -> None:
+    """Picks from float32 values in float32 where the result is compared with them.
+
+    The gradient of a maximum asks which elements equal it, and divides by their number.
+    If the maximum were of rounded copies, none would, and the gradient would be NaN.
+    """
+    stack = [n.index for n in graph.nodes if n.name in ("eq", "ne")]
+    compared: set[int] = set()
+    while stack:
+        for value in graph.nodes[stack.pop()].inputs:
+            source = value.node
+            if source not in compared and source >= 0:
+                if graph.nodes[source].name in _PICKS:
+                    compared.add(source)
+                    stack.append(source)
+    for index in sorted(compared):
+        sources = graph.nodes[index].inputs
+        labels[index] &= all(v.node >= 0 and labels[v.node] for v in sources)
 
 
 def _action(
