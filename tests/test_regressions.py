@@ -282,23 +282,6 @@ def test_attention_gradients_in_a_scan_run_on_the_cpu():
     assert relative_error(grads, jax.grad(loss)(w, x)) < EPS["mixed_bfloat16"]
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_a_maximum_is_compared_with_what_it_is_of(policy):
-    """Its gradient divides by the number of elements that equal it: NaN if none do."""
-    w, x = weights((W, W), (4, W))
-
-    def loss(w, x):
-        def layer(x, w):
-            return jnp.tanh(jnp.broadcast_to((x @ w).max(1, keepdims=True), x.shape)), 0
-
-        return jnp.sin(jax.lax.scan(layer, x, jnp.stack([w] * 3))[0]).sum()
-
-    exact = jax.grad(loss, (0, 1))(w, x)
-    half = jax.jit(mixed_precision(jax.grad(loss, (0, 1)), policy))(w, x)
-    # Which element is the largest one may change, and the gradient with it.
-    assert relative_error(half, exact) < 32 * EPS[policy]
-
-
 def test_a_number_that_padding_is_made_of_is_not_cast():
     """It is a literal where it is read; a body was given a half copy that none read."""
     w, x = weights((W, W), (4, W))
