@@ -84,10 +84,32 @@ def scan(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
     ]
     body, outs = b.use(jaxpr, b.captured(jaxpr), inside, place, trips)
     carry_out = _close(b, carry_in, outs[:num_carry], place, trips)
+    stacks, stacked = _stack(b, outs[num_carry:], eqn.outvars[num_carry:], place, trips)
     _loop(b, eqn, place, carry_in, carry_out, token, start)
-    stacked = _locals(outs[num_carry:], eqn.outvars[num_carry:])
     results = [*(_made_by(b, node) for node in carry_in), *stacked]
-    return None, Inner("scan", place, (body,), carry_in, carry_out), results
+    return None, Inner("scan", place, (body,), carry_in, carry_out, stacks), results
+
+
+def _stack(
+    b: Builder,
+    values: Sequence[Value | None],
+    variables: Sequence[Any],
+    place: Place,
+    trips: int,
+) -> tuple[Nodes, Values]:
+    """Adds a node for each float32 value that is stacked, and returns the stacks."""
+    nodes: list[int | None] = []
+    stacks: Values = []
+    for value, var in zip(values, variables, strict=True):
+        is_computed = value is not None and value.node >= 0 and value.constant is None
+        if value is None or not is_computed or not is_float32(var.aval):
+            nodes.append(None)
+            stacks.append(_local(value, var))
+            continue
+        node = b.add("stack_out", None, place, [value], [value.aval], {}, trips)
+        nodes.append(node)
+        stacks.append(Value(var.aval, node, made_of_data=value.made_of_data))
+    return tuple(nodes), stacks
 
 
 def while_(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:

@@ -215,7 +215,12 @@ class Emitter:
     # ---- jaxprs inside
 
     def _joints_are_half(self, inner: Inner) -> bool:
-        joints = (*inner.carry_in, *inner.carry_out, *inner.joins)
+        joints = (
+            *inner.carry_in,
+            *inner.carry_out,
+            *inner.stacks,
+            *inner.joins,
+        )
         return any(self.joint_dtype(n) == self.plan.half for n in joints)
 
     def joint_dtype(self, node: int | None) -> np.dtype | None:
@@ -256,7 +261,8 @@ class Emitter:
           values: what is passed, for its dtypes.
           avals: the types of the body's parameters in the original program.
           saturate: which parameters saturate when they are rounded.
-          joints: the carries or joins that the results have to agree with.
+          joints: the carries, stacks or joins that the results have to agree with;
+            None for a result that is no float32, or that nothing is to agree with.
           halves: (parameter, type) of half copies that are passed in front.
         """
         dtypes = tuple(getattr(v, "dtype", None) for v in values)
@@ -289,12 +295,9 @@ class Emitter:
             results = self.evaluate(instance, cells)
             if joints is None:
                 return [c.value for c in results]
-            ends = [*joints, *([None] * (len(results) - len(joints)))]
             return [
-                c.value if i >= len(joints) else self.to_joint(c, node, v.aval)
-                for i, (c, node, v) in enumerate(
-                    zip(results, ends, outvars, strict=True)
-                )
+                c.value if node is None else self.to_joint(c, node, v.aval)
+                for c, node, v in zip(results, joints, outvars, strict=True)
             ]
 
         return body
@@ -311,7 +314,12 @@ class Emitter:
             inner = tuple(
                 (
                     tuple(self._key(b) for b in i.bodies),
-                    tuple(map(self.joint_dtype, (*i.carry_in, *i.carry_out, *i.joins))),
+                    tuple(
+                        map(
+                            self.joint_dtype,
+                            (*i.carry_in, *i.carry_out, *i.stacks, *i.joins),
+                        )
+                    ),
                 )
                 for i in instance.inner.values()
             )

@@ -86,7 +86,12 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
             halves.append((i, e.read_half(cell)))
     types = [(i, jax.typeof(x)) for i, x in halves]
     closed = e.body(
-        body, values, avals, [c.saturate for c in cells], inner.carry_in, types
+        body,
+        values,
+        avals,
+        [c.saturate for c in cells],
+        [*inner.carry_in, *inner.stacks],
+        types,
     )
     params = _compat.scan_params(eqn.params, closed, len(halves))
     outs = _compat.bind(eqn, [*(x for _, x in halves), *values], params)

@@ -2,7 +2,8 @@
 
 A jaxpr with all its sub-jaxprs becomes a flat list of nodes joined by float32 values.
 Calls are transparent (a value inside is the value outside); a loop adds two nodes for
-each carry and a branch one for each result, because those must agree on a dtype.
+each carry and a branch one for each result, because those must agree on a dtype, and a
+scan one for each result that it stacks, because a stack may be stored in another one.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Node:
 
     Attributes:
       index: its place in program order.
-      name: the primitive's name; "carry_in", "carry_out" or "join" for what holds
-        loops and branches together.
+      name: the primitive's name; "carry_in", "carry_out", "stack_out" or "join" for
+        what holds loops and branches together.
       eqn: the equation, or None.
       place: where it stands.
       inputs: its float32 operands; literals are left out.
@@ -145,6 +146,7 @@ class Inner:
       bodies: the uses of its jaxprs, in the order of the parameters.
       carry_in: a node for each carry (None: not float32).
       carry_out: the node of what an iteration hands on, for each carry.
+      stacks: a node for each result that the iterations of a scan stack.
       joins: a node for each result of a branch, or for each parameter of a shared body.
     """
 
@@ -153,6 +155,7 @@ class Inner:
     bodies: tuple[Instance, ...]
     carry_in: tuple[int | None, ...] = ()
     carry_out: tuple[int | None, ...] = ()
+    stacks: tuple[int | None, ...] = ()
     joins: tuple[int | None, ...] = ()
 
 

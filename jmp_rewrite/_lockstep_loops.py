@@ -32,6 +32,7 @@ from jmp_rewrite._lockstep_states import (
     constants,
     error_of,
     is_traced,
+    joint,
     passed,
     types_of,
 )
@@ -53,6 +54,7 @@ def scan(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
     xs = [passed(e, p, d) for p, d in rest]
     carry = Carry(e, inner, eqn.outvars[:num_carry])
     start = carry.start(pairs[num_consts:first])
+    avals = [v.aval for v in _compat.open_jaxpr(body.jaxpr).outvars[num_carry:]]
 
     def step(states: Sequence[State], slices: Sequence[Any]) -> Any:
         """Runs an iteration; returns what it hands on, and what it makes."""
@@ -60,7 +62,11 @@ def scan(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
         own = [*constants(body), *(c.copy() for c in consts)]
         outs = e.evaluate(body, [*own, *carry.enter(states), *sliced])
         e.at(eqn)
-        return carry.leave(outs[:num_carry]), [pair_of(c) for c in outs[num_carry:]]
+        made = zip(outs[num_carry:], inner.stacks, avals, strict=True)
+        return carry.leave(outs[:num_carry]), [
+            pair_of(c) if node is None else joint(e, c, node, aval)
+            for c, node, aval in made
+        ]
 
     few = 0 < eqn.params["length"] <= _FEW
     run = _few if few and not is_traced((start, [p.arrays() for p in xs])) else _many

@@ -37,6 +37,7 @@ _MOVES = frozenset(
         "reshard",
         "sharding_constraint",
         "squeeze",
+        "stack_out",
         "transpose",
     }
 )

@@ -31,7 +31,7 @@ ALLOW, INFER, DENY, CLEAR = Category
 
 # Precisions of a product that ask for no more than the default.
 _NO_REQUEST = frozenset({"NONE", "DEFAULT", "FASTEST", "BFLOAT16"})
-_JOINTS = frozenset({"carry_in", "carry_out", "join"})
+_JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
 _HALVES = ("bfloat16", "float16")
 
 REWRITTEN = "full: an inner mixed_precision has decided"
@@ -50,6 +50,7 @@ class Pins:
       full: the reason why it must be float32; None if it may be half.
       upstream: the deny node that endangers it; -1 if none.
       forced: nodes that a scope "half" covers.
+      half: the compute dtype.
       emits_full: products whose result no product needs in half: they emit float32.
       whole_step: whether the program is a whole step, which nobody differentiates.
       out_of_range: nodes with a number that the compute dtype cannot hold.
@@ -64,6 +65,7 @@ class Pins:
     full: list[str | None]
     upstream: list[int]
     forced: set[int]
+    half: np.dtype
     emits_full: frozenset[int] = frozenset()
     whole_step: bool = False
     out_of_range: frozenset[int] = frozenset()
@@ -72,6 +74,10 @@ class Pins:
     used_scopes: frozenset[str] = frozenset()
     rounds_after: frozenset[int] = frozenset()
     lossy: frozenset[int] = frozenset()
+
+    def may_round(self, node: int) -> bool:
+        """Tells whether a result may be half."""
+        return self.full[node] is None or node in self.rounds_after
 
     def reason(self, graph: Graph, node: int) -> str:
         """Returns why a node is what it is, as a sentence."""
@@ -102,7 +108,8 @@ def pin(
     """
     local = _Local(policy, overrides)
     size = len(graph.nodes)
-    pins = Pins([None] * size, [None] * size, [-1] * size, set())
+    half = policy.compute_dtype
+    pins = Pins([None] * size, [None] * size, [-1] * size, set(), half)
     for node in graph.nodes:
         category, reason = local.judge(node, pins.forced)
         pins.categories[node.index] = category
@@ -120,7 +127,25 @@ def pin(
     pins.out_of_range = frozenset(local.out_of_range)
     pins.moved = _state.moved_arguments(graph, pins.categories, pins.out_of_range)
     pins.used_scopes = frozenset(local.used)
+    _pin_stacks(graph, pins)
     return pins
+
+
+def _pin_stacks(graph: Graph, pins: Pins) -> None:
+    """Lets a stack be what it is a stack of.
+
+    A stack of float32 values may be half in a whole step: the backward pass reads it.
+    """
+    for node in graph.nodes:
+        if node.name != "stack_out":
+            continue
+        index, source = node.index, node.inputs[0].node
+        if pins.may_round(source):
+            if pins.full[index] == NO_PRODUCT:
+                pins.full[index] = None
+        elif not pins.whole_step and pins.full[index] is None:
+            pins.full[index] = pins.full[source]
+            pins.upstream[index] = pins.upstream[source]
 
 
 # Arithmetic whose own result may be rounded although it is computed in float32.

@@ -169,6 +169,7 @@ def make_plan(
     labels = placement(graph, pins)
     if pins.whole_step and placement is not propagation:
         _follow_exactly(graph, pins, labels)
+    _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
     for node in _read_in_both(graph, actions):
@@ -194,6 +195,14 @@ def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
         asked = pins.full[index] not in (None, NO_PRODUCT) and pins.upstream[index] < 0
         if not asked and moves_exactly(node, pins):
             labels[index] = all(v.node >= 0 and labels[v.node] for v in node.inputs)
+
+
+def _stack_alike(graph: Graph, pins: Pins, labels: list[bool]) -> None:
+    """Stacks half values in half; what is float32 too, but in a whole step."""
+    for node in graph.nodes:
+        if node.name == "stack_out":
+            source = labels[node.inputs[0].node]
+            labels[node.index] = source or (pins.whole_step and labels[node.index])
 
 
 def _compare_alike(graph: Graph, labels: list[bool]) -> None:
@@ -275,7 +284,7 @@ def _width(node: Node, graph: Graph, pins: Pins) -> int:
         return Action.WIDE
     if node.name in _SPREADS and not pins.whole_step:
         return Action.WIDE
-    if node.name not in ("carry_in", "carry_out", "join") and any(
+    if node.name not in (*_JOINTS, "stack_out") and any(
         not v.aval.shape and v.constant is None for v in node.inputs
     ):
         return Action.WIDE  # it reads a 0-d value, and those are never half

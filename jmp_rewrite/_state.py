@@ -35,6 +35,7 @@ _MOVES = frozenset(
         "sharding_constraint",
         "split",
         "squeeze",
+        "stack_out",
         "stop_gradient",
         "transpose",
     }

@@ -27,6 +27,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from jmp_rewrite._graph import Graph, Node, Value
 from jmp_rewrite._pin import Pins
 from jmp_rewrite._place import Storage
@@ -80,6 +82,11 @@ COSTLY = frozenset(
         "tanh",
     }
 )
+# Of these, those of which a rounded result is as good as any: it is used as a factor,
+# while differences of logarithms are taken, and exponentials of them.
+ACTIVATIONS = frozenset(
+    {"cos", "erf", "erfc", "exp", "exp2", "logistic", "sin", "tanh"}
+)
 # What compilers do not fuse with its readers.
 ENDS_KERNEL = frozenset(
     {
@@ -111,6 +118,7 @@ ENDS_KERNEL = frozenset(
         "select_and_gather_add",
         "select_and_scatter_add",
         "sort",
+        "stack_out",
         "top_k",
     }
 )
@@ -122,13 +130,21 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     returned = frozenset(v.node for v in graph.results)
     statistics = _statistics(graph, pins)
     only_products = _read_by_products_alone(graph, pins)
+    activations = _activations(graph, pins)
     may, saved, edges = [], [], []
+    ties = [pair for loop in graph.loops for pair in loop.carries]
     for node in graph.nodes:
         index, rounding = node.index, _price(node.avals, node.trips)
-        free = pins.full[index] is None or index in pins.rounds_after
+        free = pins.may_round(index)
         # An argument's values are rounded for products alone: a loss reads the target.
         is_kept = index in pins.moved and index not in only_products
         keeps = is_kept or index in statistics or index in pins.emits_full
+        if node.name == "stack_out":
+            source = node.inputs[0].node
+            if pins.may_round(source):
+                ties.append((source, index))
+            elif index not in only_products and source not in activations:
+                keeps = True
         may.append(free and not keeps)
         saving = _saving(node, graph, pins, stored[index], index in returned)
         if moves_exactly(node, pins):
@@ -141,7 +157,6 @@ def storage(graph: Graph, pins: Pins) -> Storage:
         if index in pins.moved and may[-1]:
             saving += rounding  # products share the argument's rounded copy
         saved.append(saving)
-    ties = [pair for loop in graph.loops for pair in loop.carries]
     return Storage(saved, edges, may, ties)
 
 
@@ -162,6 +177,28 @@ def _statistics(graph: Graph, pins: Pins) -> set[int]:
             large = [v for v in node.inputs if _has_to_be_read(v, size)]
             is_statistic = bool(large) and all(v.node in found for v in large)
         if is_statistic:
+            found.add(node.index)
+    return found
+
+
+def _activations(graph: Graph, pins: Pins) -> set[int]:
+    """Returns activation functions' results, their products, and functions of one.
+
+    A stack of these may be rounded where they themselves stay float32 (an LSTM's output
+    is carried). What activation functions are taken of may not: the scores of a CRF are
+    carried, and a backward pass takes the exponential of their differences.
+    """
+    if pins.half == np.float16:  # states may be larger than float16's largest number
+        return set()
+    found: set[int] = set()
+    for node in graph.nodes:
+        size = elements(node.avals)
+        large = [v for v in node.inputs if _has_to_be_read(v, size)]
+        follows = (len(large) == 1 or node.name == "mul") and all(
+            v.node in found for v in large
+        )
+        is_product = pins.categories[node.index] is Category.ALLOW
+        if node.name in ACTIVATIONS or (large and follows and not is_product):
             found.add(node.index)
     return found
 
