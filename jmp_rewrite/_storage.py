@@ -141,9 +141,10 @@ def storage(graph: Graph, pins: Pins) -> Storage:
         keeps = is_kept or index in statistics or index in pins.emits_full
         if node.name == "stack_out":
             source = node.inputs[0].node
-            if pins.may_round(source):
+            origin = _moved(source, graph, pins)
+            if pins.may_round(origin):
                 ties.append((source, index))
-            elif index not in only_products and source not in activations:
+            elif index not in only_products and origin not in activations:
                 keeps = True
         may.append(free and not keeps)
         saving = _saving(node, graph, pins, stored[index], index in returned)
@@ -201,6 +202,16 @@ def _activations(graph: Graph, pins: Pins) -> set[int]:
         if node.name in ACTIVATIONS or (large and follows and not is_product):
             found.add(node.index)
     return found
+
+
+def _moved(node: int, graph: Graph, pins: Pins) -> int:
+    """Returns what computes, or carries, the numbers that a node only moves."""
+    while moves_exactly(graph.nodes[node], pins):
+        sources = [v.node for v in graph.nodes[node].inputs]
+        if len(sources) != 1 or sources[0] < 0 or graph.nodes[node].eqn is None:
+            break
+        (node,) = sources
+    return node
 
 
 def moves_exactly(node: Node, pins: Pins) -> bool:

@@ -255,3 +255,65 @@ def test_stacked_weights_are_cast_inside(kind):
     for eqn in scans:
         taken = [v.aval for v in eqn.invars if v.aval.shape in stacks]
         assert len(taken) >= 6 and {str(a.dtype) for a in taken} == {"float32"}
+
+
+def stacks(fun, *args, policy="mixed_bfloat16"):
+    """Returns the dtypes that the forward scan of a gradient stacks."""
+    jaxpr = trace(mixed_precision(jax.grad(fun), policy), *args)
+    scan, *_ = eqns(jaxpr, "scan")
+    return sorted(str(v.aval.dtype) for v in scan.outvars if v.aval.ndim == 3)
+
+
+def gated(params, x):
+    """A recurrent layer with a cell, as an LSTM has one, in few equations."""
+    w, u = params
+
+    def cell(carry, x):
+        c, h = carry
+        gate = jax.nn.sigmoid(x @ w + h @ u)
+        c = gate * c + x
+        return (c, jnp.tanh(c)), jnp.tanh(c)
+
+    start = jnp.zeros(x.shape[1:])
+    return jnp.sum(lax.scan(cell, (start, start), x)[1] ** 2)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_stack_is_stored_in_its_own_dtype(policy):
+    """The cell is carried in float32; what the backward pass reads of it is half.
+
+    But for the cell itself, a factor of the gate's gradient, and in float16, where a
+    state may leave the range, for all that is not read by products alone.
+    """
+    params, (x,) = weights((D, D), (D, D)), weights((6, T, D))
+    args = tuple(map(jnp.asarray, params)), jnp.asarray(x)
+    found = stacks(gated, *args, policy=policy)
+    floats = found.count("float32")
+    assert len(found) >= 4
+    assert floats == 1 if policy == "mixed_bfloat16" else floats < len(found)
+    plain = stacks(gated, *args, policy="float32")
+    assert plain.count("float32") == len(plain)
+
+
+def test_carried_scores_are_stacked_in_float32():
+    """A CRF's backward pass takes the exponential of their differences."""
+    params, (x,) = weights((D, 8), (8, 8)), weights((6, 1, D))
+
+    def score(params, x):
+        w, transitions = params
+        emissions = (x @ w)[:, 0]
+
+        def step(alpha, emission):
+            paths = alpha[:, None] + transitions + emission[None]
+            return jax.scipy.special.logsumexp(paths, axis=0), alpha[None]
+
+        last, alphas = lax.scan(step, emissions[0] * 1e3, emissions[1:])
+        weighed = jnp.exp(alphas[:, 0] - jax.scipy.special.logsumexp(last)) @ w.T
+        return jnp.sum(weighed**2)
+
+    jaxpr = trace(mixed_precision(jax.grad(score), "mixed_bfloat16"), params, x)
+    scan, *_ = eqns(jaxpr, "scan")
+    carried = [v for v in scan.outvars if v.aval.shape == (5, 1, 8)]
+    assert [str(v.aval.dtype) for v in carried] == ["float32"]
+    half = mixed_precision(score, "mixed_bfloat16")(params, x)
+    assert abs(half - score(params, x)) < 0.1 * score(params, x)
