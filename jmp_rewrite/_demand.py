@@ -36,13 +36,9 @@ class Demand:
             if any(self._is_half(n) for n in _as_tuple(entry)):
                 return True
         for inner in instance.inner.values():
-            joints = (
-                *inner.carry_in,
-                *inner.carry_out,
-                *inner.stacks,
-                *inner.joins,
-            )
-            if any(map(self._is_half, joints)) or any(map(self.touched, inner.bodies)):
+            if any(map(self._is_half, inner.joints)):
+                return True
+            if any(map(self.touched, inner.bodies)):
                 return True
         return False
 

@@ -215,13 +215,7 @@ class Emitter:
     # ---- jaxprs inside
 
     def _joints_are_half(self, inner: Inner) -> bool:
-        joints = (
-            *inner.carry_in,
-            *inner.carry_out,
-            *inner.stacks,
-            *inner.joins,
-        )
-        return any(self.joint_dtype(n) == self.plan.half for n in joints)
+        return any(self.joint_dtype(n) == self.plan.half for n in inner.joints)
 
     def joint_dtype(self, node: int | None) -> np.dtype | None:
         """Returns the dtype of a carry or a join; None where it is no float32."""
@@ -314,12 +308,7 @@ class Emitter:
             inner = tuple(
                 (
                     tuple(self._key(b) for b in i.bodies),
-                    tuple(
-                        map(
-                            self.joint_dtype,
-                            (*i.carry_in, *i.carry_out, *i.stacks, *i.joins),
-                        )
-                    ),
+                    tuple(map(self.joint_dtype, i.joints)),
                 )
                 for i in instance.inner.values()
             )

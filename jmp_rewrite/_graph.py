@@ -158,6 +158,11 @@ class Inner:
     stacks: tuple[int | None, ...] = ()
     joins: tuple[int | None, ...] = ()
 
+    @property
+    def joints(self) -> tuple[int | None, ...]:
+        """All of these nodes."""
+        return (*self.carry_in, *self.carry_out, *self.stacks, *self.joins)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:

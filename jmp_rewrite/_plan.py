@@ -221,8 +221,8 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
                     compared.add(source)
                     stack.append(source)
     for index in sorted(compared):
-        sources = graph.nodes[index].inputs
-        labels[index] &= all(v.node >= 0 and labels[v.node] for v in sources)
+        picked = [v for v in graph.nodes[index].inputs if v.made_of_data]
+        labels[index] &= all(v.node >= 0 and labels[v.node] for v in picked)
 
 
 def _action(
