@@ -77,8 +77,9 @@ def test_nothing_is_wrong():
     assert "no policy" not in str(diagnosis)
 
 
-def test_what_is_not_finite_in_float32_either():
+def test_what_is_not_finite_in_float32_either(monkeypatch):
     """It is said first, with the line, and no policy is offered."""
+    monkeypatch.setenv("COLUMNS", "400")  # a long path is not folded
 
     def fun(x, w):
         h = x @ w
