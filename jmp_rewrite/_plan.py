@@ -78,6 +78,7 @@ _PICKS = frozenset(
         "select_n",
         "sort",
         "squeeze",
+        "stack_out",
         "stop_gradient",
         "transpose",
     }

@@ -183,7 +183,7 @@ def _statistics(graph: Graph, pins: Pins) -> set[int]:
 
 
 def _activations(graph: Graph, pins: Pins) -> set[int]:
-    """Returns activation functions' results, their products, and functions of one.
+    """Returns activation functions' results, their products, and what one makes.
 
     A stack of these may be rounded where they themselves stay float32 (an LSTM's output
     is carried). What activation functions are taken of may not: the scores of a CRF are
@@ -198,8 +198,8 @@ def _activations(graph: Graph, pins: Pins) -> set[int]:
         follows = (len(large) == 1 or node.name == "mul") and all(
             v.node in found for v in large
         )
-        is_product = pins.categories[node.index] is Category.ALLOW
-        if node.name in ACTIVATIONS or (large and follows and not is_product):
+        ends = pins.categories[node.index] is Category.ALLOW or node.name in COSTLY
+        if node.name in ACTIVATIONS or (large and follows and not ends):
             found.add(node.index)
     return found
 
