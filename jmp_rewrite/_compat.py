@@ -365,6 +365,44 @@ def hold(x: Any) -> Any:
     return _HOLD.bind(x)
 
 
+def _restore_primitive() -> jex.Primitive:
+    """Makes the cast of a rounded array to float32; on TPUs, what was rounded."""
+    primitive = jex.Primitive("restore")
+
+    def batched(operands: Any, axes: Any) -> Any:
+        fronts = jax.vmap(lambda *xs: xs, axes)(*operands)
+        return primitive.bind(*fronts), 0
+
+    primitive.def_impl(lambda half, exact: convert(half, exact.dtype))
+    primitive.def_abstract_eval(lambda half, exact: exact)
+    ad.primitive_jvps[primitive] = lambda primals, tangents: (
+        primitive.bind(*primals),
+        tangents[1],
+    )
+    batching.primitive_batchers[primitive] = batched
+    lowering = mlir.lower_fun(primitive.impl, multiple_results=False)
+    mlir.register_lowering(primitive, lowering)
+    mlir.register_lowering(primitive, lambda ctx, half, exact: [exact], platform="tpu")
+    return primitive
+
+
+_RESTORE = _restore_primitive()
+
+
+def restore(half: Any, exact: Any) -> Any:
+    """Casts a rounded value back to float32, or takes what it was rounded from.
+
+    XLA:TPU computes some functions once more for each kernel that reads them, and
+    stores their operand alone; but a rounded result it stores. There the exact value is
+    the cheaper one.
+
+    Args:
+      half: half[...]; what other devices read.
+      exact: f32[...]; what TPUs read.
+    """
+    return _RESTORE.bind(half, exact)
+
+
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Emits the equation's primitive and returns its results as a list."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))

@@ -28,14 +28,18 @@ class Cell:
       saturate: whether rounding it must not make an infinity of a finite number.
       half: its rounded copy, if somebody asked for it.
       full: its copy cast back to float32, if somebody asked for it.
+      exact: the float32 value that it was rounded from, if a TPU computes it again.
     """
 
-    __slots__ = ("full", "half", "saturate", "value")
+    __slots__ = ("exact", "full", "half", "saturate", "value")
 
-    def __init__(self, value: Any, saturate: bool = False, half: Any = None) -> None:
+    def __init__(
+        self, value: Any, saturate: bool = False, half: Any = None, exact: Any = None
+    ) -> None:
         self.value = value
         self.saturate = saturate
         self.half = half
+        self.exact = exact
         self.full: Any = None
 
 
@@ -69,7 +73,11 @@ class Emitter:
         if getattr(aval, "dtype", None) != FLOAT32:
             return cell.value
         if cell.full is None:
-            cell.full = _compat.convert(cell.value, FLOAT32)
+            cell.full = (
+                _compat.convert(cell.value, FLOAT32)
+                if cell.exact is None
+                else _compat.restore(cell.value, cell.exact)
+            )
         return cell.full
 
     def read_half(self, cell: Cell) -> Any:
@@ -148,16 +156,17 @@ class Emitter:
 
     def _wide(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
-        saturate = bool(action & Action.SATURATES)
-        hold = _compat.hold if action & Action.HELD else _as_it_is
-        return [
-            Cell(
-                hold(self._narrow(cell.value, saturate or cell.saturate)), cell.saturate
-            )
-            if cell.value.dtype == FLOAT32
-            else cell
-            for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
-        ]
+        saturates = bool(action & Action.SATURATES)
+        cells = []
+        for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT)):
+            if cell.value.dtype == FLOAT32:
+                exact = cell.value if action & Action.REMADE else None
+                half = self._narrow(cell.value, saturates or cell.saturate)
+                if action & Action.HELD:
+                    half = _compat.hold(half)
+                cell = Cell(half, cell.saturate, exact=exact)
+            cells.append(cell)
+        return cells
 
     def _native(
         self, eqn: Any, action: int, env: dict[Any, Cell], literals: dict[int, Any]
@@ -319,10 +328,6 @@ class Emitter:
 
     def _entry(self, node: int | None) -> int:
         return -1 if node is None else int(self.plan.actions[node])
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
 
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:

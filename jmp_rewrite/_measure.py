@@ -139,7 +139,9 @@ class _Origins:
 
     def read(self, eqn: Any) -> list[Any]:
         """Returns what an equation reads, each value seen through its views."""
-        values = (v for v in eqn.invars if not hasattr(v, "val"))
+        values = [v for v in eqn.invars if not hasattr(v, "val")]
+        if eqn.primitive.name == "restore":
+            values = values[:1]  # what is stored is the rounded value
         return [self._views.get(v, v) for v in values]
 
     def follow(self, eqn: Any) -> None:

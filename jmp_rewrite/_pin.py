@@ -580,6 +580,7 @@ def _train_state(
         n for n, c in enumerate(pins.categories) if c is ALLOW and pins.full[n] is None
     }
     useful = _state.leads_to_product(products, predecessors, state.__contains__)
+    useful |= _state.cotangents_into_loops(graph, predecessors, state)
     pins.rounds_after = (pins.rounds_after & useful) - state
     recurrent = _state.recurrent_activations(graph, pins.categories, consumers)
     sinks = set()
@@ -613,9 +614,11 @@ def _full_carries(graph: Graph, pins: Pins, streams: set[int]) -> None:
     while changed:
         changed = False
         for received, handed_on in carries:
-            origin = _state.origin(graph, handed_on)
+            moved = _state.moves(graph, handed_on)
+            origin = moved[-1]
             if received in streams and origin in pins.rounds_after:
                 continue
-            if pins.full[received] is None and pins.full[origin] is not None:
+            if pins.may_round(received) and pins.full[origin] is not None:
                 pins.full[received] = pins.full[handed_on] = STATE
+                pins.rounds_after -= {received, *moved}
                 changed = True

@@ -13,7 +13,7 @@ from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category
 from jmp_rewrite._scopes import Place
-from jmp_rewrite._storage import REDUCTIONS, moves_exactly, storage
+from jmp_rewrite._storage import REDUCTIONS, REMADE_ON_TPU, moves_exactly, storage
 
 
 class Action:
@@ -28,6 +28,8 @@ class Action:
         them saturates as well.
       HELD: with WIDE: something reads the rounded result in float32, and has to read
         that one.
+      REMADE: with HELD: a TPU computes it again where it is read in float32, and
+        stores nothing.
     """
 
     FULL = 0
@@ -37,6 +39,7 @@ class Action:
     SATURATES = 8
     ARGUMENT = 16
     HELD = 32
+    REMADE = 64
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -174,7 +177,8 @@ def make_plan(
     _compare_alike(graph, labels)
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
     for node in _read_in_both(graph, actions):
-        actions[node] |= Action.HELD
+        remade = pins.whole_step and graph.nodes[node].name in REMADE_ON_TPU
+        actions[node] |= Action.HELD | (Action.REMADE if remade else Action.FULL)
     return Plan(graph, pins, half, actions, pins.whole_step, nested)
 
 

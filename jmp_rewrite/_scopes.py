@@ -24,7 +24,8 @@ from jmp_rewrite._policy import Policy
 REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
 # Scopes that JAX itself adds around recomputed code; no user wrote them.
-_RECOMPUTED = frozenset({"checkpoint", "rematted_computation"})
+_RECOMPUTATION = "rematted_computation"
+_RECOMPUTED = frozenset({"checkpoint", _RECOMPUTATION})
 
 
 class Place(NamedTuple):
@@ -33,12 +34,14 @@ class Place(NamedTuple):
     Attributes:
       path: the user's scopes, outermost first, joined by "/".
       backward: whether reverse-mode differentiation made the equation.
+      recomputed: whether the backward pass computes it once more (`jax.checkpoint`).
       rewritten: whether an inner `mixed_precision` has decided already.
       full: whether `full_precision` covers it.
     """
 
     path: str = ""
     backward: bool = False
+    recomputed: bool = False
     rewritten: bool = False
     full: bool = False
 
@@ -59,6 +62,7 @@ def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
     return Place(
         "/".join(([outer.path] if outer.path else []) + own),
         outer.backward or "transpose" in transforms,
+        outer.recomputed or _RECOMPUTATION in names,
         outer.rewritten or REWRITTEN in names,
         outer.full or FULL_PRECISION in names,
     )

@@ -305,6 +305,29 @@ def recurrent_activations(
     return inside & made_by_products(categories, consumers)
 
 
+def cotangents_into_loops(
+    graph: Graph, predecessors: Sequence[Sequence[int]], state: set[int]
+) -> set[int]:
+    """Returns the cotangents that one layer's backward pass hands to a loop of another.
+
+    They lead to products through the loop's carries alone, a cell's cotangent; but
+    they are between two layers, as any others, and not carried themselves.
+    """
+    backward = [x for x in graph.loops if x.place.backward]
+    found = {
+        source
+        for loop in backward
+        for inside in [set(loop.nodes)]
+        for node in inside & state
+        if graph.nodes[node].name != "carry_in"
+        for source in predecessors[node]
+        if source not in inside and source not in state
+    }
+    found |= leads_to_product(found, predecessors, state.__contains__)
+    places = ((n, graph.nodes[n].place) for n in found)
+    return {n for n, place in places if place.backward and not place.recomputed}
+
+
 def _trains(graph: Graph, loop: Loop) -> bool:
     return not loop.place.backward and any(
         graph.nodes[n].place.backward for n in loop.nodes
@@ -428,17 +451,20 @@ def is_whole_step(graph: Graph) -> bool:
     return any(v.node in made and v.aval.shape in shapes for v in graph.results)
 
 
-def origin(graph: Graph, node: int) -> int:
-    """Returns the node that computes what a node only moves."""
-    seen: set[int] = set()
-    while node not in seen:
-        seen.add(node)
-        moves = graph.nodes[node].name in _MOVES - {"carry_in", "join"}
+def moves(graph: Graph, node: int) -> list[int]:
+    """Returns what moves a node's numbers to it, back to what computes them.
+
+    The node comes first and its origin last; they are one if it moves nothing.
+    """
+    found: list[int] = []
+    while node not in found:
+        found.append(node)
+        is_move = graph.nodes[node].name in _MOVES - {"carry_in", "join"}
         sources = [v.node for v in graph.nodes[node].inputs if v.node >= 0]
-        if not moves or len(sources) != 1:
+        if not is_move or len(sources) != 1:
             break
         (node,) = sources
-    return node
+    return found
 
 
 def optimizer_products(

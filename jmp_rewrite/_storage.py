@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from jmp_rewrite import _state
 from jmp_rewrite._graph import Graph, Node, Value
 from jmp_rewrite._pin import Pins
 from jmp_rewrite._place import Storage
@@ -87,6 +88,9 @@ COSTLY = frozenset(
 ACTIVATIONS = frozenset(
     {"cos", "erf", "erfc", "exp", "exp2", "logistic", "sin", "tanh"}
 )
+# Of these, those that XLA:TPU does twice after all, and better so: polynomials, where
+# the others have a unit of their own. XLA:GPU stores them.
+REMADE_ON_TPU = frozenset({"erf", "erfc"})
 # What compilers do not fuse with its readers.
 ENDS_KERNEL = frozenset(
     {
@@ -129,7 +133,8 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     stored = _stored(graph, pins)
     returned = frozenset(v.node for v in graph.results)
     statistics = _statistics(graph, pins)
-    only_products = _read_by_products_alone(graph, pins)
+    only_products = _read_alone(graph, pins, set())
+    factors = _read_alone(graph, pins, _weighed(graph, pins))
     activations = _activations(graph, pins)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
@@ -144,7 +149,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
             origin = _moved(source, graph, pins)
             if pins.may_round(origin):
                 ties.append((source, index))
-            elif index not in only_products and origin not in activations:
+            elif index not in factors and origin not in activations:
                 keeps = True
         may.append(free and not keeps)
         saving = _saving(node, graph, pins, stored[index], index in returned)
@@ -250,8 +255,8 @@ def _reads_half(node: int, pins: Pins) -> bool:
     return pins.categories[node] is Category.ALLOW and pins.full[node] is None
 
 
-def _read_by_products_alone(graph: Graph, pins: Pins) -> set[int]:
-    """Returns what is read by products, or moved to products, and by nothing else."""
+def _read_alone(graph: Graph, pins: Pins, others: set[int]) -> set[int]:
+    """Returns what products and `others` read, or what moves it there, alone."""
     consumers = graph.consumers()
     returned = {v.node for v in graph.results}
     found: set[int] = set()
@@ -260,11 +265,37 @@ def _read_by_products_alone(graph: Graph, pins: Pins) -> set[int]:
         if readers and node.index not in returned:
             if all(
                 _reads_half(r, pins)
+                or r in others
                 or (r in found and moves_exactly(graph.nodes[r], pins))
                 for r in readers
             ):
                 found.add(node.index)
     return found
+
+
+def _weighed(graph: Graph, pins: Pins) -> set[int]:
+    """Returns the multiplications of cotangents in a backward pass.
+
+    A rounded factor changes them by as much as it was rounded, and so all that follows
+    up to the next product or sum, if that is linear: no exponential of a difference.
+    """
+    if pins.half == np.float16:  # states may be larger than float16's largest number
+        return set()
+
+    def ends(node: int) -> bool:
+        is_product = pins.categories[node] is Category.ALLOW
+        return is_product or graph.nodes[node].name in REDUCTIONS
+
+    costly = [n.index for n in graph.nodes if n.name in COSTLY]
+    curved = _state.leads_to_product(costly, graph.predecessors(), ends)
+    return {
+        n.index
+        for n in graph.nodes
+        if n.name == "mul"
+        and n.place.backward
+        and not n.place.recomputed
+        and n.index not in curved
+    }
 
 
 def _stored(graph: Graph, pins: Pins) -> list[bool]:

@@ -231,6 +231,8 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
         why = "keeps XLA:CPU from folding a transpose into the product"
         return Verdict(INSERTED, why)
     source, target = _dtypes(eqn)
+    if eqn.primitive.name == "hold":
+        return Verdict(INSERTED, "keeps XLA:GPU from storing what was rounded")
     if source == target:
         return Verdict(INSERTED, "keeps a weak type")
     if original is None:
