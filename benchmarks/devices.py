@@ -102,7 +102,7 @@ def casts(jaxpr: Any) -> int:
     count = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         count += sum(casts(inner) for inner in jex.jaxprs_in_params(eqn.params))
-        if eqn.primitive.name == "convert_element_type":
+        if eqn.primitive.name in ("convert_element_type", "restore"):
             ends = {eqn.invars[0].aval.dtype.name, eqn.outvars[0].aval.dtype.name}
             count += "float32" in ends and bool(ends & {"bfloat16", "float16"})
     return count

@@ -103,7 +103,7 @@ class Builder:
         self._is_opaque = is_opaque
         self._by_path = by_path
         self._often = _shared_jaxprs(closed)
-        self._bits: set[Any] = set()
+        self._bits: dict[Any, int] = {}
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
     def sharing_key(self, jaxpr: Any, place: Place) -> Any:
@@ -189,7 +189,7 @@ class Builder:
         """Adds the node (or the lanes) of an equation that holds no jaxpr."""
         name = eqn.primitive.name
         operands = [_read(env, v) for v in eqn.invars]
-        of_bits = self._follow_bits(eqn)
+        of_bits = self._follow_bits(eqn, operands)
         if name in LANES:
             return self._lanes(eqn, operands, place, trips)
         inputs: list[Value] = []
@@ -226,16 +226,23 @@ class Builder:
             for v in eqn.outvars
         ]
 
-    def _follow_bits(self, eqn: Any) -> bool:
+    def _follow_bits(self, eqn: Any, operands: Sequence[Value | None]) -> int | None:
         """Remembers integers that are made of the bits of floats.
 
         Returns:
-          Whether the equation reads such integers.
+          The node of whose bits the equation reads some, -1 if they are an argument's;
+          None if it reads none.
         """
-        read = any(v in self._bits for v in eqn.invars if not hasattr(v, "val"))
-        casts = eqn.primitive.name == "bitcast_convert_type"
-        if read or (casts and is_float32(eqn.invars[0].aval)):
-            self._bits.update(v for v in eqn.outvars if not is_float32(v.aval))
+        known = [self._bits.get(v) for v in eqn.invars if not hasattr(v, "val")]
+        read = max((n for n in known if n is not None), default=None)
+        source = read
+        if eqn.primitive.name == "bitcast_convert_type":
+            (value,) = operands
+            if value is not None and is_float32(value.aval):
+                source = value.node
+        if source is not None:
+            integers = (v for v in eqn.outvars if not is_float32(v.aval))
+            self._bits.update(dict.fromkeys(integers, source))
         return read
 
     def _lanes(

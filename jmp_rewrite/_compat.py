@@ -366,41 +366,56 @@ def hold(x: Any) -> Any:
 
 
 def _restore_primitive() -> jex.Primitive:
-    """Makes the cast of a rounded array to float32; on TPUs, what was rounded."""
+    """Makes the cast of a rounded array to float32; on one platform, its source."""
     primitive = jex.Primitive("restore")
 
-    def batched(operands: Any, axes: Any) -> Any:
+    def batched(operands: Any, axes: Any, *, unless: str) -> Any:
         fronts = jax.vmap(lambda *xs: xs, axes)(*operands)
-        return primitive.bind(*fronts), 0
+        return primitive.bind(*fronts, unless=unless), 0
 
-    primitive.def_impl(lambda half, exact: convert(half, exact.dtype))
-    primitive.def_abstract_eval(lambda half, exact: exact)
-    ad.primitive_jvps[primitive] = lambda primals, tangents: (
-        primitive.bind(*primals),
-        tangents[1],
-    )
+    def jvp(primals: Any, tangents: Any, *, unless: str) -> Any:
+        return primitive.bind(*primals, unless=unless), tangents[1]
+
+    def cast(half: Any, exact: Any, *, unless: str) -> Any:
+        del unless
+        return convert(half, exact.dtype)
+
+    cast_back = mlir.lower_fun(cast, multiple_results=False)
+
+    def lowering(platform: str) -> Any:
+        def lower(ctx: Any, half: Any, exact: Any, *, unless: str) -> Any:
+            if unless == platform:
+                return [exact]
+            return cast_back(ctx, half, exact, unless=unless)
+
+        return lower
+
+    primitive.def_impl(jax.jit(cast, static_argnames="unless"))
+    primitive.def_abstract_eval(lambda half, exact, unless: exact)
+    ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batched
-    lowering = mlir.lower_fun(primitive.impl, multiple_results=False)
-    mlir.register_lowering(primitive, lowering)
-    mlir.register_lowering(primitive, lambda ctx, half, exact: [exact], platform="tpu")
+    mlir.register_lowering(primitive, cast_back)
+    for platform in ("cuda", "tpu"):
+        mlir.register_lowering(primitive, lowering(platform), platform=platform)
     return primitive
 
 
 _RESTORE = _restore_primitive()
 
 
-def restore(half: Any, exact: Any) -> Any:
+def restore(half: Any, exact: Any, unless: str) -> Any:
     """Casts a rounded value back to float32, or takes what it was rounded from.
 
-    XLA:TPU computes some functions once more for each kernel that reads them, and
-    stores their operand alone; but a rounded result it stores. There the exact value is
-    the cheaper one.
+    Where a compiler computes a value again in each kernel that reads it, rounding it
+    costs digits and saves nothing; where it stores the value, rounding halves it. Which
+    of the two a compiler does is not the same on all platforms.
 
     Args:
-      half: half[...]; what other devices read.
-      exact: f32[...]; what TPUs read.
+      half: half[...]; what is read on most platforms.
+      exact: f32[...]; what is read on one.
+      unless: the platform, "cuda" or "tpu".
     """
-    return _RESTORE.bind(half, exact)
+    return _RESTORE.bind(half, exact, unless=unless)
 
 
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:

@@ -28,18 +28,18 @@ class Cell:
       saturate: whether rounding it must not make an infinity of a finite number.
       half: its rounded copy, if somebody asked for it.
       full: its copy cast back to float32, if somebody asked for it.
-      exact: the float32 value that it was rounded from, if a TPU computes it again.
+      exact: the float32 value that it was rounded from, if a platform reads that.
+      unless: this platform.
     """
 
-    __slots__ = ("exact", "full", "half", "saturate", "value")
+    __slots__ = ("exact", "full", "half", "saturate", "unless", "value")
 
-    def __init__(
-        self, value: Any, saturate: bool = False, half: Any = None, exact: Any = None
-    ) -> None:
+    def __init__(self, value: Any, saturate: bool = False, half: Any = None) -> None:
         self.value = value
         self.saturate = saturate
         self.half = half
-        self.exact = exact
+        self.exact: Any = None
+        self.unless = ""
         self.full: Any = None
 
 
@@ -76,7 +76,7 @@ class Emitter:
             cell.full = (
                 _compat.convert(cell.value, FLOAT32)
                 if cell.exact is None
-                else _compat.restore(cell.value, cell.exact)
+                else _compat.restore(cell.value, cell.exact, cell.unless)
             )
         return cell.full
 
@@ -160,11 +160,14 @@ class Emitter:
         cells = []
         for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT)):
             if cell.value.dtype == FLOAT32:
-                exact = cell.value if action & Action.REMADE else None
-                half = self._narrow(cell.value, saturates or cell.saturate)
+                exact = cell.value
+                half = self._narrow(exact, saturates or cell.saturate)
                 if action & Action.HELD:
                     half = _compat.hold(half)
-                cell = Cell(half, cell.saturate, exact=exact)
+                cell = Cell(half, cell.saturate)
+                if action & (Action.EXACT_ON_GPU | Action.EXACT_ON_TPU):
+                    cell.exact = exact
+                    cell.unless = "tpu" if action & Action.EXACT_ON_TPU else "cuda"
             cells.append(cell)
         return cells
 

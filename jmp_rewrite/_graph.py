@@ -76,7 +76,8 @@ class Node:
       trips: how often it runs, 1 outside of loops.
       given: a cast of an argument of the program that was half when it came in.
       mixed: another floating-point dtype stands beside float32.
-      of_bits: it is made of the bits of other floats, which were masked or shifted.
+      of_bits: the node of whose bits it is made, masked or shifted; -1 if they are an
+        argument's, None if it is no such float.
     """
 
     __slots__ = (
@@ -114,7 +115,7 @@ class Node:
         self.trips = trips
         self.given = False
         self.mixed = False
-        self.of_bits = False
+        self.of_bits: int | None = None
 
 
 class Instance:

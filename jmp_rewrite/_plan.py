@@ -13,7 +13,13 @@ from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category
 from jmp_rewrite._scopes import Place
-from jmp_rewrite._storage import REDUCTIONS, REMADE_ON_TPU, moves_exactly, storage
+from jmp_rewrite._storage import (
+    REDUCTIONS,
+    REMADE_ON_GPU,
+    bottlenecks,
+    moves_exactly,
+    storage,
+)
 
 
 class Action:
@@ -28,8 +34,9 @@ class Action:
         them saturates as well.
       HELD: with WIDE: something reads the rounded result in float32, and has to read
         that one.
-      REMADE: with HELD: a TPU computes it again where it is read in float32, and
-        stores nothing.
+      EXACT_ON_GPU: with HELD: there XLA computes it again where it is read in float32,
+        so that what reads it takes the value that was not rounded.
+      EXACT_ON_TPU: the same on TPUs.
     """
 
     FULL = 0
@@ -39,7 +46,8 @@ class Action:
     SATURATES = 8
     ARGUMENT = 16
     HELD = 32
-    REMADE = 64
+    EXACT_ON_GPU = 64
+    EXACT_ON_TPU = 128
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -173,12 +181,18 @@ def make_plan(
     labels = placement(graph, pins)
     if pins.whole_step and placement is not propagation:
         _follow_exactly(graph, pins, labels)
+    gathered = bottlenecks(graph, pins) if pins.whole_step else frozenset()
+    _move_unrounded(graph, pins, labels, gathered)
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
     for node in _read_in_both(graph, actions):
-        remade = pins.whole_step and graph.nodes[node].name in REMADE_ON_TPU
-        actions[node] |= Action.HELD | (Action.REMADE if remade else Action.FULL)
+        actions[node] |= Action.HELD
+        if pins.whole_step and _is_read_in_float32(node, graph, pins, actions):
+            if node in gathered:
+                actions[node] |= Action.EXACT_ON_TPU
+            elif graph.nodes[node].name in REMADE_ON_GPU:
+                actions[node] |= Action.EXACT_ON_GPU
     return Plan(graph, pins, half, actions, pins.whole_step, nested)
 
 
@@ -208,6 +222,20 @@ def _stack_alike(graph: Graph, pins: Pins, labels: list[bool]) -> None:
         if node.name == "stack_out":
             source = labels[node.inputs[0].node]
             labels[node.index] = source or (pins.whole_step and labels[node.index])
+
+
+def _move_unrounded(
+    graph: Graph, pins: Pins, labels: list[bool], gathered: frozenset[int]
+) -> None:
+    """Moves in float32 what one platform reads unrounded."""
+    unrounded = set(gathered)
+    for node in graph.nodes:
+        if node.name in _JOINTS or node.name == "stack_out":
+            continue
+        read = any(v.node in unrounded for v in node.inputs)
+        if read and moves_exactly(node, pins):
+            unrounded.add(node.index)
+            labels[node.index] = False
 
 
 def _compare_alike(graph: Graph, labels: list[bool]) -> None:
@@ -263,16 +291,28 @@ def _read_in_both(graph: Graph, actions: Sequence[int]) -> list[int]:
     """Returns the rounded results that something reads in float32."""
     consumers = graph.consumers()
     returned = {v.node for v in graph.results}
-
-    def reads_full(node: int) -> bool:
-        return not actions[node] & Action.HALF or bool(actions[node] & Action.WIDE)
-
     return [
         n
         for n, action in enumerate(actions)
         if action & Action.WIDE
-        and (n in returned or any(map(reads_full, consumers[n])))
+        and (n in returned or any(_reads_full(actions[c]) for c in consumers[n]))
     ]
+
+
+def _reads_full(action: int) -> bool:
+    return not action & Action.HALF or bool(action & Action.WIDE)
+
+
+def _is_read_in_float32(
+    node: int, graph: Graph, pins: Pins, actions: Sequence[int]
+) -> bool:
+    """Tells whether nothing but products reads the rounded value as it is.
+
+    Where the exact one is read in its place, a maximum that is picked from the rounded
+    one would equal none of what it is compared with.
+    """
+    readers = graph.consumers()[node]
+    return all(_runs_half(r, pins) or _reads_full(actions[r]) for r in readers)
 
 
 def _width(node: Node, graph: Graph, pins: Pins) -> int:

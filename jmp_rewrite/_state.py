@@ -250,7 +250,7 @@ def _is_random(node: Node) -> bool:
     The derivative of `erfc`, and so of an exact GELU, also makes floats of bits, but of
     those of another float.
     """
-    is_float_of_bits = node.name == "bitcast_convert_type" and not node.of_bits
+    is_float_of_bits = node.name == "bitcast_convert_type" and node.of_bits is None
     return is_float_of_bits and bool(node.avals[0].shape)
 
 

@@ -88,9 +88,10 @@ COSTLY = frozenset(
 ACTIVATIONS = frozenset(
     {"cos", "erf", "erfc", "exp", "exp2", "logistic", "sin", "tanh"}
 )
-# Of these, those that XLA:TPU does twice after all, and better so: polynomials, where
-# the others have a unit of their own. XLA:GPU stores them.
-REMADE_ON_TPU = frozenset({"erf", "erfc"})
+# Of the costly ones, what XLA:GPU does twice after all (see NOTES 24).
+REMADE_ON_GPU = frozenset({"logistic"})
+# From this many kernels on, XLA:GPU stores what it could compute again in each.
+MANY_KERNELS = 4
 # What compilers do not fuse with its readers.
 ENDS_KERNEL = frozenset(
     {
@@ -301,35 +302,105 @@ def _weighed(graph: Graph, pins: Pins) -> set[int]:
 def _stored(graph: Graph, pins: Pins) -> list[bool]:
     """Tells for each node whether its result is written to memory.
 
-    The level of a node counts the kernels that end before it. What a node of a later
-    level reads is needed again, and so is its anchor, from which it is computed.
+    What a node of a later level reads is needed again, and so is its anchor, from which
+    it is computed.
     """
-    stored = [
-        n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
-        for n in graph.nodes
-    ]
+    stored = _ends_kernel(graph, pins)
     loops = _innermost_loops(graph)
     anchors = _anchors(graph, stored)
-    levels = [0] * len(graph.nodes)
+    levels = _levels(graph, stored)
     needed: set[int | None] = set()
     for node in graph.nodes:
-        sources = [v.node for v in node.inputs if v.node >= 0]
-        after = [levels[s] + stored[s] for s in sources]
-        levels[node.index] = level = max(after, default=0)
-        for source, reached in zip(sources, after, strict=True):
+        for source in _sources(node):
             if loops[source] != loops[node.index]:
                 needed.add(source)  # passed into a loop, or stacked by one
-            elif level > reached and not stored[node.index]:
-                needed.add(anchors[source])
+            elif levels[node.index] > levels[source] + stored[source]:
+                if not stored[node.index]:
+                    needed.add(anchors[source])
     if not pins.whole_step:
         # The backward pass has yet to be made, and may need any of them again. But the
         # derivatives of costly functions use their own result, before it is rounded.
         needed.update(anchors)
         needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
+    else:
+        needed |= bottlenecks(graph, pins)
     for index in needed:
         if index is not None:
             stored[index] = True
     return stored
+
+
+def _ends_kernel(graph: Graph, pins: Pins) -> list[bool]:
+    return [
+        n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
+        for n in graph.nodes
+    ]
+
+
+def _sources(node: Node) -> list[int]:
+    """Returns the nodes whose results a node reads, or of whose bits it is made."""
+    found = [v.node for v in node.inputs if v.node >= 0]
+    if node.of_bits is not None and node.of_bits >= 0:
+        found.append(node.of_bits)
+    return found
+
+
+def _levels(graph: Graph, stored: Sequence[bool]) -> list[int]:
+    """Returns for each node how many kernels end before it."""
+    levels = [0] * len(graph.nodes)
+    for node in graph.nodes:
+        after = (levels[s] + stored[s] for s in _sources(node))
+        levels[node.index] = max(after, default=0)
+    return levels
+
+
+def bottlenecks(graph: Graph, pins: Pins) -> frozenset[int]:
+    """Returns what all readers of a stored value read in its place, if they are many.
+
+    A norm is five kernels on a GPU: the statistics, the result, and three of the
+    backward pass. If a bias or a shift is added to a product before it, XLA:GPU does
+    not add it in each of them, but once, and stores the sum beside the product: in
+    float32, unless it is rounded. XLA:TPU stores what it likes either way.
+    """
+    stored = _ends_kernel(graph, pins)
+    levels, loops = _levels(graph, stored), _innermost_loops(graph)
+    consumers = graph.consumers()
+    sizes = [elements(n.avals) for n in graph.nodes]
+
+    def is_remade(index: int, size: int) -> bool:
+        node = graph.nodes[index]
+        is_one = len(node.avals) == 1 and sizes[index] == size
+        return is_one and not stored[index] and node.name not in COSTLY
+
+    def follows(index: int, source: int) -> bool:
+        size = sizes[source]
+        inputs = graph.nodes[index].inputs
+        large = sum(_has_to_be_read(v, size) for v in inputs)
+        same_loop = loops[index] == loops[source]
+        return same_loop and large == 1 and is_remade(index, size)
+
+    found: set[int] = set()
+    for node in graph.nodes:
+        last = computed = node.index
+        if pins.categories[last] is not Category.ALLOW or len(node.avals) != 1:
+            continue
+        while len(consumers[last]) == 1 and follows(consumers[last][0], last):
+            (last,) = consumers[last]
+            if not moves_exactly(graph.nodes[last], pins):
+                computed = last
+        if computed == node.index or not pins.may_round(computed):
+            continue
+        kernels: set[int] = set()
+        seen, stack = {last}, [last]
+        while stack and len(kernels) < MANY_KERNELS:
+            for reader in consumers[stack.pop()]:
+                kernels.add(levels[reader])
+                if reader not in seen and is_remade(reader, sizes[last]):
+                    seen.add(reader)
+                    stack.append(reader)
+        if len(kernels) >= MANY_KERNELS:
+            found.add(computed)
+    return frozenset(found)
 
 
 def _innermost_loops(graph: Graph) -> list[int]:

@@ -224,54 +224,152 @@ def test_the_gradient_of_an_exact_gelu_is_half():
     assert [dtypes_out(e) for e in hidden] == [["bfloat16"]] * 2  # there and back
 
 
-def test_a_tpu_computes_erfc_again():
-    """XLA:TPU stores a rounded `erfc`, and computes an exact one where it is read."""
+def normed(params, x):
+    """A product with two biases, a group norm, and SiLU: a block of a U-Net."""
+    w, bias, shift, scale, out = params
+    h = (x @ w + bias[None] + shift[None]).reshape(T, 6, 8)
+    mean = h.mean(-1, keepdims=True)
+    variance = jnp.square(h).mean(-1, keepdims=True) - jnp.square(mean)
+    h = ((h - mean) * lax.rsqrt(variance + 1e-5)).reshape(T, 48) * scale[None]
+    return jnp.square(jax.nn.silu(h) @ out).mean()
+
+
+def normed_step():
+    w, bias, shift, scale, out = weights((D, 48), (48,), (48,), (48,), (48, D))
+    params = [w, bias, shift, 1.0 + scale, out]
 
     def step(params, x):
-        def loss(params):
-            h = jax.nn.gelu(x @ params[0], approximate=False)
-            return jnp.square(h @ params[1]).mean()
+        grads = jax.grad(normed)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
 
-        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+    return mixed_precision(step, "mixed_bfloat16"), params, normal(T, D)
 
-    params, x = weights((D, 48), (48, D)), normal(T, D)
-    half = mixed_precision(step, "mixed_bfloat16")
-    jaxpr = trace(half, params, x)
-    (restored,) = eqns(jaxpr, "restore")
-    (exact,) = eqns(jaxpr, "erfc")
-    assert dtypes_in(restored) == ["bfloat16", "float32"]
-    assert restored.invars[1] is exact.outvars[0]
-    readers = [e for e in walk(jaxpr) if exact.outvars[0] in e.invars]
-    assert [e.primitive.name for e in readers] == ["convert_element_type", "restore"]
-    traced = jax.jit(half).trace(params, x)
-    casts = {
-        platform: len(
-            re.findall(
-                rf"convert .*tensor<{T}x48xbf16>\) -> tensor<{T}x48xf32>",
-                traced.lower(lowering_platforms=(platform,)).as_text(),
-            )
-        )
-        for platform in ("cpu", "cuda", "tpu")
+
+def maker(jaxpr, var):
+    return next(e for e in walk(jaxpr) if var in e.outvars)
+
+
+def test_what_a_norm_reads_is_rounded_after_the_bias():
+    """XLA:GPU stores it, for it is read in five kernels; XLA:TPU reads it unrounded."""
+    jaxpr = trace(*normed_step())
+    found = {
+        e.params["unless"]: maker(jaxpr, e.invars[1]).primitive.name
+        for e in eqns(jaxpr, "restore")
     }
-    assert casts["cpu"] == casts["cuda"] == casts["tpu"] + 1
+    assert found == {"tpu": "add", "cuda": "logistic"}
+    (rounded,) = [e for e in eqns(jaxpr, "restore") if e.params["unless"] == "tpu"]
+    last = maker(jaxpr, rounded.invars[1])
+    first = next(v for v in last.invars if v.aval.shape == (T, 48))
+    assert maker(jaxpr, first).primitive.name == "add"  # after the second one
+    assert maker(jaxpr, rounded.invars[0]).primitive.name == "hold"
+
+
+@pytest.mark.parametrize("kernels", ["few", "many"])
+def test_a_bias_that_few_kernels_add_is_not_rounded(kernels):
+    """Without a norm the sum is cheaper computed again in each of them."""
+    (w, out), (bias,) = weights((D, 48), (48, D)), weights((48,))
+
+    def loss(params, x):
+        w, bias, out = params
+        h = x @ w + bias[None]
+        if kernels == "many":
+            for _ in range(3):
+                h = h - jnp.square(h).mean(-1, keepdims=True)
+        return jnp.square(jnp.tanh(h) @ out).mean()
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    step = mixed_precision(step, "mixed_bfloat16")
+    jaxpr = trace(step, [w, bias, out], normal(T, D))
+    unless = [e.params["unless"] for e in eqns(jaxpr, "restore")]
+    assert unless == (["tpu"] if kernels == "many" else [])
+
+
+def test_each_platform_reads_its_own():
+    """The exact value where XLA computes it again, the rounded one elsewhere."""
+    step, params, x = normed_step()
+    traced = jax.jit(step).trace(params, x)
+    shape = f"tensor<{T}x48xf32>"
+    counts = {}
+    for platform in ("cpu", "cuda", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        counts[platform] = len(re.findall(rf"convert .*xbf16>\) -> {shape}", text))
+    assert counts["cpu"] > counts["cuda"] and counts["cpu"] > counts["tpu"]
+
+
+@pytest.mark.parametrize("compared", ["logistic", "sum", "moved"])
+def test_what_is_compared_is_the_same_on_every_platform(compared, monkeypatch):
+    """A maximum equals what it was picked from, whichever of the two is read."""
+    monkeypatch.setattr(_compat, "restore", lambda half, exact, unless: exact)
+
+    def loss(params, x):
+        w, bias, shift, scale, out = params
+        h = jnp.einsum("td,dgk->tgk", x, w.reshape(D, 24, 2))
+        h = h + bias.reshape(1, 24, 2) + shift.reshape(1, 24, 2)
+        mean = h.mean((1, 2), keepdims=True)
+        variance = jnp.square(h - mean).mean((1, 2), keepdims=True)
+        y = jax.nn.silu((h - mean) * lax.rsqrt(variance + 1e-5))
+        if compared == "moved":
+            h = h.transpose(0, 2, 1).reshape(T, 24, 2)
+        elif compared == "logistic":
+            h = jax.nn.sigmoid(h)
+        y = (y + h.max(-1, keepdims=True)).reshape(T, 48)
+        return jnp.square(y * scale[None] @ out).mean()
+
+    _, params, x = normed_step()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    half, full = mixed_precision(step, "mixed_bfloat16")(params, x), step(params, x)
+    for a, b in zip(half, full, strict=True):
+        assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
 
 
 def test_a_restored_value_is_mapped_and_differentiated():
     exact = normal(3, 5)
     half = exact.astype(jnp.bfloat16)
     rounded = half.astype(jnp.float32)
-    assert (_compat.restore(half, exact) == rounded).all()
+
+    def restore(half, exact):
+        return _compat.restore(half, exact, "tpu")
+
+    assert (restore(half, exact) == rounded).all()
     for axes in ((0, 0), (1, 1)):
-        assert (jax.vmap(_compat.restore, axes, axes[0])(half, exact) == rounded).all()
-    moved = jax.vmap(_compat.restore, (1, 0))(half.T, exact)
+        assert (jax.vmap(restore, axes, axes[0])(half, exact) == rounded).all()
+    moved = jax.vmap(restore, (1, 0))(half.T, exact)
     assert (moved == rounded).all()
-    repeated = jax.vmap(_compat.restore, (None, 0))(half, jnp.stack([exact, exact]))
+    repeated = jax.vmap(restore, (None, 0))(half, jnp.stack([exact, exact]))
     assert (repeated == jnp.stack([rounded, rounded])).all()
 
     def square(x):
-        return jnp.sum(_compat.restore(x.astype(jnp.bfloat16), x) ** 2)
+        return jnp.sum(restore(x.astype(jnp.bfloat16), x) ** 2)
 
     assert (jax.grad(square)(exact) == 2 * rounded).all()
+
+
+def test_bits_of_a_float_are_as_late_as_the_float():
+    """The derivative of `erfc` splits a number's bits; its `exp` is read at once."""
+
+    def factor(h):
+        bits = lax.bitcast_convert_type(h, jnp.int32) & -4096
+        high = lax.bitcast_convert_type(bits, jnp.float32)
+        return jnp.exp(-high * high) * (1.0 + (h - high) * h)
+
+    def step(w, x):
+        def loss(w):
+            h = x @ w
+            return jnp.square((h * factor(lax.stop_gradient(h))) @ w.T).mean()
+
+        return w - jax.grad(loss)(w)
+
+    (w,) = weights((D, 48))
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), w, normal(T, D))
+    (made,) = eqns(jaxpr, "exp")
+    readers = [e for e in walk(jaxpr) if made.outvars[0] in e.invars]
+    assert [e.primitive.name for e in readers] == ["mul"]
 
 
 def test_a_target_is_not_rounded():
