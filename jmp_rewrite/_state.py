@@ -314,18 +314,26 @@ def cotangents_into_loops(
     they are between two layers, as any others, and not carried themselves.
     """
     backward = [x for x in graph.loops if x.place.backward]
+    inner = {n for x in backward for y in _inside(x, backward) for n in y.nodes}
     found = {
         source
         for loop in backward
         for inside in [set(loop.nodes)]
-        for node in inside & state
+        for node in (inside & state) - inner
         if graph.nodes[node].name != "carry_in"
         for source in predecessors[node]
         if source not in inside and source not in state
     }
     found |= leads_to_product(found, predecessors, state.__contains__)
+    found -= inner
     places = ((n, graph.nodes[n].place) for n in found)
     return {n for n, place in places if place.backward and not place.recomputed}
+
+
+def _inside(loop: Loop, loops: Sequence[Loop]) -> list[Loop]:
+    """Returns the loops that stand in a loop."""
+    nodes = set(loop.nodes)
+    return [x for x in loops if x is not loop and nodes.issuperset(x.nodes)]
 
 
 def _trains(graph: Graph, loop: Loop) -> bool:
