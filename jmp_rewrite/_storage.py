@@ -137,14 +137,18 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     only_products = _read_alone(graph, pins, set())
     factors = _read_alone(graph, pins, _weighed(graph, pins))
     activations = _activations(graph, pins)
+    made = _state.made_by_products(pins.categories, graph.consumers())
+    prepared = _prepared_for_loops(graph, pins, made)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
     for node in graph.nodes:
         index, rounding = node.index, _price(node.avals, node.trips)
         free = pins.may_round(index)
         # An argument's values are rounded for products alone: a loss reads the target.
-        is_kept = index in pins.moved and index not in only_products
+        is_given = index in pins.moved or _moves_data(node, pins, made)
+        is_kept = is_given and index not in only_products
         keeps = is_kept or index in statistics or index in pins.emits_full
+        keeps |= index in prepared
         if node.name == "stack_out":
             source = node.inputs[0].node
             origin = _moved(source, graph, pins)
@@ -185,6 +189,44 @@ def _statistics(graph: Graph, pins: Pins) -> set[int]:
             is_statistic = bool(large) and all(v.node in found for v in large)
         if is_statistic:
             found.add(node.index)
+    return found
+
+
+def _moves_data(node: Node, pins: Pins, made: set[int]) -> bool:
+    """Tells what moves data that a forward pass has prepared without a product.
+
+    Like an argument's, its numbers are no activations: the coefficients of a spline.
+    """
+    is_forward = not node.place.backward or node.place.recomputed
+    is_data = any(v.made_of_data for v in node.inputs)
+    is_ours = is_forward and is_data and node.index not in made
+    return is_ours and moves_exactly(node, pins)
+
+
+def _prepared_for_loops(graph: Graph, pins: Pins, made: set[int]) -> set[int]:
+    """Returns what no product made and a loop reads: times, coefficients, first states.
+
+    A solver takes differences of times, and sums of coefficients that cancel, in each
+    iteration. What products alone read in there is left out.
+    """
+    found: set[int] = set()
+    if not graph.loops:
+        return found
+    loops = _innermost_loops(graph)
+    bodies = [frozenset(x.nodes) for x in graph.loops]
+    for node in reversed(graph.nodes):
+        index, loop = node.index, loops[node.index]
+        reads_full = not _reads_half(index, pins)
+        if node.name == "carry_in":
+            reads_full = not pins.may_round(index)
+        for source in _sources(node):
+            if source in made:
+                continue
+            enters = loop >= 0 and source not in bodies[loop]
+            if (enters and reads_full) or (
+                index in found and moves_exactly(node, pins)
+            ):
+                found.add(source)
     return found
 
 

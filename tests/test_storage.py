@@ -510,6 +510,36 @@ def test_a_cotangent_between_recurrent_layers_is_half():
     assert len(carried) == 3 and {str(v.aval.dtype) for v in carried} == {"float32"}
 
 
+def test_what_is_prepared_for_a_loop_stays_float32():
+    """Coefficients of a spline, the times between them, and a solver's first state."""
+    (w, v), (x,) = weights((D, D), (D, D)), weights((6, T, D))
+    times, order = jnp.cumsum(jnp.abs(x[:, 0, 0]) + 0.1), jnp.array([1, 0, 3, 2, 4])
+
+    def loss(params, x, times):
+        w, v = params
+        slopes = (x[1:] - x[:-1]) / (times[1:] - times[:-1])[:, None, None]
+        slopes = jnp.take(slopes, order, axis=0)
+        slopes = slopes - 0.5 * jnp.take(slopes, order, axis=0)
+
+        def step(state, i):
+            slope = jnp.take(slopes, i, axis=0) + jnp.take(x, i, axis=0)
+            width = jnp.take(times, i + 1) - jnp.take(times, i)
+            return state + width * jnp.tanh((jnp.tanh(state) * slope) @ w), None
+
+        start = jnp.tanh(slopes[0] * 2.0)
+        return jnp.square(lax.scan(step, start, jnp.arange(5))[0] @ v).mean()
+
+    def train(params, x, times):
+        grads = jax.grad(loss)(params, x, times)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    jaxpr = trace(mixed_precision(train, "mixed_bfloat16"), [w, v], x, times)
+    forward = eqns(jaxpr, "scan")[0]
+    assert {d for e in eqns(jaxpr, "gather") for d in dtypes_out(e)} == {"float32"}
+    passed = [v.aval for v in forward.invars if v.aval.shape in [(T, D), (5, T, D)]]
+    assert len(passed) >= 2 and {str(a.dtype) for a in passed} == {"float32"}
+
+
 @pytest.mark.parametrize("shifted", [True, False])
 def test_carried_scores_are_float32(shifted):
     """A CRF's backward pass takes the exponential of their differences."""
