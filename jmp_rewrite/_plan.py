@@ -228,7 +228,7 @@ def _move_unrounded(
     graph: Graph, pins: Pins, labels: list[bool], gathered: frozenset[int]
 ) -> None:
     """Moves in float32 what one platform reads unrounded."""
-    unrounded = set(gathered)
+    unrounded = {n for n in gathered if labels[n]}
     for node in graph.nodes:
         if node.name in _JOINTS or node.name == "stack_out":
             continue

@@ -88,9 +88,10 @@ COSTLY = frozenset(
 ACTIVATIONS = frozenset(
     {"cos", "erf", "erfc", "exp", "exp2", "logistic", "sin", "tanh"}
 )
-# Of the costly ones, what XLA:GPU does twice after all (see NOTES 24).
+# Of the costly ones, what XLA:GPU does twice after all (`benchmarks/NOTES.md`, 24).
 REMADE_ON_GPU = frozenset({"logistic"})
-# From this many kernels on, XLA:GPU stores what it could compute again in each.
+# From this many kernels on, XLA:GPU stores what it could compute again in each (there,
+# 23: a norm is five; a GELU is three, where it does not).
 MANY_KERNELS = 4
 # What compilers do not fuse with its readers.
 ENDS_KERNEL = frozenset(

@@ -301,8 +301,11 @@ def test_each_platform_reads_its_own():
 
 @pytest.mark.parametrize("compared", ["logistic", "sum", "moved"])
 def test_what_is_compared_is_the_same_on_every_platform(compared, monkeypatch):
-    """A maximum equals what it was picked from, whichever of the two is read."""
-    monkeypatch.setattr(_compat, "restore", lambda half, exact, unless: exact)
+    """A maximum equals what it was picked from, whichever of the two is read.
+
+    So a value that something other than a product reads in half is the same everywhere:
+    the sum of which a `logistic` is half.
+    """
 
     def loss(params, x):
         w, bias, shift, scale, out = params
@@ -323,6 +326,12 @@ def test_what_is_compared_is_the_same_on_every_platform(compared, monkeypatch):
     def step(params, x):
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
 
+    restored = eqns(
+        trace(mixed_precision(step, "mixed_bfloat16"), params, x), "restore"
+    )
+    unless = {e.params["unless"] for e in restored}
+    assert unless == ({"cuda"} if compared == "logistic" else {"cuda", "tpu"})
+    monkeypatch.setattr(_compat, "restore", lambda half, exact, unless: exact)
     half, full = mixed_precision(step, "mixed_bfloat16")(params, x), step(params, x)
     for a, b in zip(half, full, strict=True):
         assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
