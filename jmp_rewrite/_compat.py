@@ -366,56 +366,60 @@ def hold(x: Any) -> Any:
 
 
 def _restore_primitive() -> jex.Primitive:
-    """Makes the cast of a rounded array to float32; on one platform, its source."""
+    """Makes what reads a stored value; on some devices, what it can be made of."""
     primitive = jex.Primitive("restore")
 
-    def batched(operands: Any, axes: Any, *, unless: str) -> Any:
+    def batched(operands: Any, axes: Any, *, on: tuple[str, ...]) -> Any:
         fronts = jax.vmap(lambda *xs: xs, axes)(*operands)
-        return primitive.bind(*fronts, unless=unless), 0
+        return primitive.bind(*fronts, on=on), 0
 
-    def jvp(primals: Any, tangents: Any, *, unless: str) -> Any:
-        return primitive.bind(*primals, unless=unless), tangents[1]
+    def jvp(primals: Any, tangents: Any, *, on: tuple[str, ...]) -> Any:
+        return primitive.bind(*primals, on=on), tangents[1]
 
-    def cast(half: Any, exact: Any, *, unless: str) -> Any:
-        del unless
-        return convert(half, exact.dtype)
+    def lower(ctx: Any, stored: Any, again: Any, *, on: tuple[str, ...]) -> Any:
+        return [again if _is_for(ctx.module_context, on) else stored]
 
-    cast_back = mlir.lower_fun(cast, multiple_results=False)
-
-    def lowering(platform: str) -> Any:
-        def lower(ctx: Any, half: Any, exact: Any, *, unless: str) -> Any:
-            if unless == platform:
-                return [exact]
-            return cast_back(ctx, half, exact, unless=unless)
-
-        return lower
-
-    primitive.def_impl(jax.jit(cast, static_argnames="unless"))
-    primitive.def_abstract_eval(lambda half, exact, unless: exact)
+    primitive.def_impl(lambda stored, again, on: stored)
+    primitive.def_abstract_eval(lambda stored, again, on: again)
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batched
-    mlir.register_lowering(primitive, cast_back)
-    for platform in ("cuda", "tpu"):
-        mlir.register_lowering(primitive, lowering(platform), platform=platform)
+    mlir.register_lowering(primitive, lower)
     return primitive
+
+
+def _is_for(context: Any, devices: tuple[str, ...]) -> bool:
+    """Tells whether a program is lowered for one of some platforms or generations.
+
+    A platform is told from the rest wherever a program is lowered. A generation of TPUs
+    is told by the client that compiles it; nothing is told of one that is exported.
+    """
+    version = getattr(context.backend, "platform_version", "")
+    platforms = tuple(context.platforms)
+    return any(platforms == (d,) or f"{d}\n" in version for d in devices)
 
 
 _RESTORE = _restore_primitive()
 
 
-def restore(half: Any, exact: Any, unless: str) -> Any:
-    """Casts a rounded value back to float32, or takes what it was rounded from.
+def restore(stored: Any, again: Any, on: tuple[str, ...]) -> Any:
+    """Reads a value that was stored, or on some devices computes it again.
 
-    Where a compiler computes a value again in each kernel that reads it, rounding it
-    costs digits and saves nothing; where it stores the value, rounding halves it. Which
-    of the two a compiler does is not the same on all platforms.
+    Where a compiler computes a value again in each kernel that reads it, storing it
+    rounded costs digits and saves nothing; where it stores the value, rounding halves
+    it. Which of the two is faster is not the same on all devices.
 
     Args:
-      half: half[...]; what is read on most platforms.
-      exact: f32[...]; what is read on one.
-      unless: the platform, "cuda" or "tpu".
+      stored: [...]; what is read on most devices, and wherever a program is for several
+        platforms.
+      again: [...] of the same dtype; what is read on some.
+      on: platforms, "cuda" or "tpu", and generations of TPUs, as "TPU v5 lite".
     """
-    return _RESTORE.bind(half, exact, unless=unless)
+    return _RESTORE.bind(stored, again, on=on)
+
+
+def apart(x: Any) -> Any:
+    """Returns a value from which no compiler knows what else was computed of it."""
+    return lax.optimization_barrier(x)
 
 
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:

@@ -7,12 +7,13 @@ a value for each variable: what was computed, and its cast copies once somebody 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jmp_rewrite import _compat
+from jmp_rewrite._again import GPU, TPU_V5E
 from jmp_rewrite._cast import after_cast, narrow, scalar
 from jmp_rewrite._demand import AS_HALF, Demand
 from jmp_rewrite._graph import FLOAT32, Inner, Instance
@@ -30,9 +31,24 @@ class Cell:
       full: its copy cast back to float32, if somebody asked for it.
       exact: the float32 value that it was rounded from, if a platform reads that.
       unless: this platform.
+      origin: what computed it, if a backward pass computes it again.
+      again: its float32 value, computed again.
+      apart: its value behind a barrier, from which others are computed again.
+      backward: (whether in half) -> the cell that a backward pass reads.
     """
 
-    __slots__ = ("exact", "full", "half", "saturate", "unless", "value")
+    __slots__ = (
+        "again",
+        "apart",
+        "backward",
+        "exact",
+        "full",
+        "half",
+        "origin",
+        "saturate",
+        "unless",
+        "value",
+    )
 
     def __init__(self, value: Any, saturate: bool = False, half: Any = None) -> None:
         self.value = value
@@ -41,6 +57,24 @@ class Cell:
         self.exact: Any = None
         self.unless = ""
         self.full: Any = None
+        self.origin: Origin | None = None
+        self.again: Any = None
+        self.apart: Cell | None = None
+        self.backward: dict[bool, Cell] = {}
+
+
+class Origin(NamedTuple):
+    """What computed a value.
+
+    Attributes:
+      action: how it was emitted.
+      eqn: the equation.
+      operands: the cells of its operands.
+    """
+
+    action: int
+    eqn: Any
+    operands: dict[Any, Cell]
 
 
 # Emits an equation that holds jaxprs, from its operands' cells.
@@ -73,11 +107,9 @@ class Emitter:
         if getattr(aval, "dtype", None) != FLOAT32:
             return cell.value
         if cell.full is None:
-            cell.full = (
-                _compat.convert(cell.value, FLOAT32)
-                if cell.exact is None
-                else _compat.restore(cell.value, cell.exact, cell.unless)
-            )
+            cell.full = _compat.convert(cell.value, FLOAT32)
+            if cell.exact is not None:
+                cell.full = _compat.restore(cell.full, cell.exact, (cell.unless,))
         return cell.full
 
     def read_half(self, cell: Cell) -> Any:
@@ -121,7 +153,18 @@ class Emitter:
         if isinstance(entry, tuple):
             return self._lanes(eqn, entry, env)
         action = Action.FULL if entry is None else self.plan.actions[entry]
-        if not action & Action.HALF:
+        if entry is not None and self.plan.computes_again:
+            env = self._reads_again(entry, action, eqn, env)
+        cells = self._emit(entry, action, eqn, env)
+        if action & (Action.CHAIN | Action.ANCHOR):
+            cells[0].origin = Origin(action, eqn, env)
+        return cells
+
+    def _emit(
+        self, entry: int | None, action: int, eqn: Any, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        """Emits an equation of its own."""
+        if entry is None or not action & Action.HALF:
             return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
         if is_product and "preferred_element_type" in eqn.params:
@@ -223,6 +266,64 @@ class Emitter:
         ]
         outs = _compat.bind(eqn, values, eqn.params)
         return [Cell(x, c.saturate) for x, c in zip(outs, cells, strict=True)]
+
+    # ---- what a backward pass computes again
+
+    def _reads_again(
+        self, entry: int, action: int, eqn: Any, env: dict[Any, Cell]
+    ) -> dict[Any, Cell]:
+        """Returns an equation's operands; what a backward pass reads, computed again.
+
+        On other devices than those that are meant it reads what was stored.
+        """
+        place = self.plan.graph.nodes[entry].place
+        operands = {v: env[v] for v in eqn.invars if not hasattr(v, "val")}
+        if place.backward and not place.recomputed:
+            in_half = bool(action & Action.HALF) and not action & Action.WIDE
+            for var, cell in operands.items():
+                if cell.origin is not None:
+                    operands[var] = self._backward(cell, var.aval, in_half)
+        return operands
+
+    def _backward(self, cell: Cell, aval: Any, in_half: bool) -> Cell:
+        """Returns the cell that a backward pass reads, in half or in float32."""
+        action = cell.origin.action if cell.origin else Action.FULL
+        # GPUs store the operands of products.
+        on_gpu = action & Action.AGAIN_ON_GPU and not in_half
+        on_v5e = action & Action.AGAIN_ON_V5E
+        devices = (*((GPU,) if on_gpu else ()), *((TPU_V5E,) if on_v5e else ()))
+        if not devices:
+            return cell
+        if in_half not in cell.backward:
+            again = self._computed_again(cell)
+            if in_half:
+                stored = self.read_half(cell)
+                again = self._narrow(again, cell.saturate)
+            else:
+                stored = self.read_full(cell, aval)
+            value = _compat.restore(stored, again, devices)
+            cell.backward[in_half] = Cell(value, cell.saturate)
+        return cell.backward[in_half]
+
+    def _computed_again(self, cell: Cell) -> Any:
+        """Computes a value again, in float32, from what is stored."""
+        if cell.again is None and cell.origin is not None:
+            _, eqn, env = cell.origin
+            operands = {v: self._before(c) for v, c in env.items()}
+            with eqn.ctx.manager:
+                cell.again = self._as_it_was(eqn, operands)[0].value
+        return cell.again
+
+    def _before(self, cell: Cell) -> Cell:
+        """Returns an operand of what is computed again."""
+        action = cell.origin.action if cell.origin else Action.FULL
+        if action & Action.ANCHOR:
+            if cell.apart is None:
+                cell.apart = Cell(_compat.apart(cell.value))
+            return cell.apart
+        if action & Action.CHAIN:
+            return Cell(self._computed_again(cell))
+        return cell
 
     # ---- jaxprs inside
 

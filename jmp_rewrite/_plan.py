@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jmp_rewrite import _place, _rules, _state
+from jmp_rewrite._again import GPU, TPU_V5E, computed_again
 from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category
@@ -37,6 +39,11 @@ class Action:
       EXACT_ON_GPU: with HELD: there XLA computes it again where it is read in float32,
         so that what reads it takes the value that was not rounded.
       EXACT_ON_TPU: the same on TPUs.
+      AGAIN_ON_GPU: there a backward pass computes its results again to read them in
+        float32.
+      AGAIN_ON_V5E: on a TPU v5e a backward pass computes its results again.
+      CHAIN: it lies between one of these and what is stored, or is one.
+      ANCHOR: it is what is stored, and read behind a barrier.
     """
 
     FULL = 0
@@ -48,6 +55,10 @@ class Action:
     HELD = 32
     EXACT_ON_GPU = 64
     EXACT_ON_TPU = 128
+    AGAIN_ON_GPU = 256
+    AGAIN_ON_V5E = 512
+    CHAIN = 1024
+    ANCHOR = 2048
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -127,6 +138,11 @@ class Plan:
         """Whether anything is half at all."""
         return any(a & Action.HALF for a in self.actions)
 
+    @functools.cached_property
+    def computes_again(self) -> bool:
+        """Whether a backward pass computes anything again."""
+        return any(a & Action.ANCHOR for a in self.actions)
+
 
 # Says of each node whether its result is half; products run on half operands anyway.
 Placement = Callable[[Graph, Pins], list[bool]]
@@ -193,7 +209,26 @@ def make_plan(
                 actions[node] |= Action.EXACT_ON_TPU
             elif graph.nodes[node].name in REMADE_ON_GPU:
                 actions[node] |= Action.EXACT_ON_GPU
+    if pins.whole_step and placement is cheapest:
+        _compute_again(graph, pins, actions)
     return Plan(graph, pins, half, actions, pins.whole_step, nested)
+
+
+def _compute_again(graph: Graph, pins: Pins, actions: list[int]) -> None:
+    """Adds what the backward pass computes again."""
+    again = computed_again(graph, pins, [is_half(a) for a in actions])
+    for node, devices in again.devices.items():
+        actions[node] |= Action.AGAIN_ON_GPU if GPU in devices else 0
+        actions[node] |= Action.AGAIN_ON_V5E if TPU_V5E in devices else 0
+    for node in again.chain:
+        actions[node] |= Action.CHAIN
+    for node in again.anchors:
+        actions[node] |= Action.ANCHOR
+
+
+def is_half(action: int) -> bool:
+    """Tells whether a node that is emitted so has half results."""
+    return bool(action & Action.HALF) and not action & Action.EMITS_FULL
 
 
 def _runs_half(node: int, pins: Pins) -> bool:

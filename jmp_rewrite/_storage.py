@@ -479,6 +479,15 @@ def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:
     return anchors
 
 
+def large_inputs(node: Node) -> list[int]:
+    """Returns the nodes of a node's operands, less those that are small beside it.
+
+    -1 stands for an argument.
+    """
+    size = elements(node.avals)
+    return [v.node for v in node.inputs if _has_to_be_read(v, size)]
+
+
 def _has_to_be_read(value: Value, size: int) -> bool:
     if value.constant is not None or not value.made_of_data:
         return False

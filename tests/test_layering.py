@@ -24,6 +24,7 @@ ORDER = (
     "_place",
     "_pin",
     "_storage",
+    "_again",
     "_plan",
     "_parameters",
     "_cast",

@@ -4,6 +4,7 @@ Whole train steps of small models, judged on the rewritten jaxpr.
 """
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -253,15 +254,16 @@ def test_what_a_norm_reads_is_rounded_after_the_bias():
     """XLA:GPU stores it, for it is read in five kernels; XLA:TPU reads it unrounded."""
     jaxpr = trace(*normed_step())
     found = {
-        e.params["unless"]: maker(jaxpr, e.invars[1]).primitive.name
+        e.params["on"]: maker(jaxpr, e.invars[1]).primitive.name
         for e in eqns(jaxpr, "restore")
     }
-    assert found == {"tpu": "add", "cuda": "logistic"}
-    (rounded,) = [e for e in eqns(jaxpr, "restore") if e.params["unless"] == "tpu"]
+    assert found == {("tpu",): "add", ("cuda",): "logistic"}
+    (rounded,) = [e for e in eqns(jaxpr, "restore") if e.params["on"] == ("tpu",)]
     last = maker(jaxpr, rounded.invars[1])
     first = next(v for v in last.invars if v.aval.shape == (T, 48))
     assert maker(jaxpr, first).primitive.name == "add"  # after the second one
-    assert maker(jaxpr, rounded.invars[0]).primitive.name == "hold"
+    cast = maker(jaxpr, rounded.invars[0])
+    assert maker(jaxpr, cast.invars[0]).primitive.name == "hold"
 
 
 @pytest.mark.parametrize("kernels", ["few", "many"])
@@ -283,20 +285,39 @@ def test_a_bias_that_few_kernels_add_is_not_rounded(kernels):
 
     step = mixed_precision(step, "mixed_bfloat16")
     jaxpr = trace(step, [w, bias, out], normal(T, D))
-    unless = [e.params["unless"] for e in eqns(jaxpr, "restore")]
-    assert unless == (["tpu"] if kernels == "many" else [])
+    devices = [e.params["on"] for e in eqns(jaxpr, "restore")]
+    assert devices.count(("tpu",)) == (kernels == "many")
 
 
 def test_each_platform_reads_its_own():
-    """The exact value where XLA computes it again, the rounded one elsewhere."""
-    step, params, x = normed_step()
-    traced = jax.jit(step).trace(params, x)
-    shape = f"tensor<{T}x48xf32>"
-    counts = {}
-    for platform in ("cpu", "cuda", "tpu"):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        counts[platform] = len(re.findall(rf"convert .*xbf16>\) -> {shape}", text))
-    assert counts["cpu"] > counts["cuda"] and counts["cpu"] > counts["tpu"]
+    """The exact value where XLA computes it again, the stored one elsewhere."""
+
+    def function(stored, again):
+        return _compat.restore(stored, again, ("cuda", "TPU v5 lite"))
+
+    traced = jax.jit(function).trace(jnp.zeros(3), jnp.zeros(3))
+    for platforms in (("cpu",), ("cuda",), ("tpu",), ("cuda", "tpu")):
+        text = traced.lower(lowering_platforms=platforms).as_text()
+        stored, again = re.findall(r"(%\w+): tensor<3xf32>", text)
+        (read,) = re.findall(r"return (%\w+) : tensor<3xf32>", text)
+        assert read == (again if platforms == ("cuda",) else stored)
+
+
+@pytest.mark.parametrize(
+    "version, on, reads_again",
+    [
+        ("TFRT TPU v5 lite\nBuilt on Nov 5", ("cuda", "TPU v5 lite"), True),
+        ("TFRT TPU v5\nBuilt on Nov 5", ("cuda", "TPU v5 lite"), False),
+        ("TFRT TPU v6 lite\nBuilt on Nov 5", ("cuda", "TPU v5 lite"), False),
+        ("TFRT TPU v6 lite\nBuilt on Nov 5", ("tpu",), True),
+        ("cpu", ("TPU v5 lite",), False),  # exported from a machine without one
+        (None, ("TPU v5 lite",), False),
+    ],
+)
+def test_a_generation_of_tpus_reads_its_own(version, on, reads_again):
+    backend = version and types.SimpleNamespace(platform_version=version)
+    context = types.SimpleNamespace(backend=backend, platforms=("tpu",))
+    assert _compat._is_for(context, on) == reads_again
 
 
 @pytest.mark.parametrize("compared", ["logistic", "sum", "moved"])
@@ -329,9 +350,10 @@ def test_what_is_compared_is_the_same_on_every_platform(compared, monkeypatch):
     restored = eqns(
         trace(mixed_precision(step, "mixed_bfloat16"), params, x), "restore"
     )
-    unless = {e.params["unless"] for e in restored}
-    assert unless == ({"cuda"} if compared == "logistic" else {"cuda", "tpu"})
-    monkeypatch.setattr(_compat, "restore", lambda half, exact, unless: exact)
+    devices = {e.params["on"] for e in restored}
+    everywhere = {("cuda",), ("tpu",)}
+    assert devices == ({("cuda",)} if compared == "logistic" else everywhere)
+    monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
     half, full = mixed_precision(step, "mixed_bfloat16")(params, x), step(params, x)
     for a, b in zip(half, full, strict=True):
         assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
@@ -339,22 +361,21 @@ def test_what_is_compared_is_the_same_on_every_platform(compared, monkeypatch):
 
 def test_a_restored_value_is_mapped_and_differentiated():
     exact = normal(3, 5)
-    half = exact.astype(jnp.bfloat16)
-    rounded = half.astype(jnp.float32)
+    rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
 
-    def restore(half, exact):
-        return _compat.restore(half, exact, "tpu")
+    def restore(stored, again):
+        return _compat.restore(stored, again, ("tpu",))
 
-    assert (restore(half, exact) == rounded).all()
+    assert (restore(rounded, exact) == rounded).all()
     for axes in ((0, 0), (1, 1)):
-        assert (jax.vmap(restore, axes, axes[0])(half, exact) == rounded).all()
-    moved = jax.vmap(restore, (1, 0))(half.T, exact)
+        assert (jax.vmap(restore, axes, axes[0])(rounded, exact) == rounded).all()
+    moved = jax.vmap(restore, (1, 0))(rounded.T, exact)
     assert (moved == rounded).all()
-    repeated = jax.vmap(restore, (None, 0))(half, jnp.stack([exact, exact]))
+    repeated = jax.vmap(restore, (None, 0))(rounded, jnp.stack([exact, exact]))
     assert (repeated == jnp.stack([rounded, rounded])).all()
 
     def square(x):
-        return jnp.sum(restore(x.astype(jnp.bfloat16), x) ** 2)
+        return jnp.sum(restore(x.astype(jnp.bfloat16).astype(jnp.float32), x) ** 2)
 
     assert (jax.grad(square)(exact) == 2 * rounded).all()
 

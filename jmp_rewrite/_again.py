@@ -1,0 +1,160 @@
+"""What a backward pass computes again in place of reading it from memory.
+
+The derivative of an activation function needs its argument and its result: a GELU of
+`x` keeps `x`, and `erf` or `tanh` of it, because compilers compute neither twice. Where
+the argument is stored anyway, the result need not be: the backward pass computes it
+again, from the argument behind a barrier, in the kernel that reads it.
+
+On GPUs that saves the write of each such function, and its bytes until it is read. On a
+TPU v5e what is made of it, the operand of the next product, is computed again as well,
+inside the product. Other TPUs multiply faster, but do not compute `erf` faster: there
+it costs more than to read it; and `tanh` is computed twice by XLA:TPU anyway. Source:
+what was measured, `benchmarks/NOTES.md`, 28.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jmp_rewrite._graph import Graph, Instance, Node
+from jmp_rewrite._pin import Pins
+from jmp_rewrite._rules import Category
+from jmp_rewrite._storage import COSTLY, ENDS_KERNEL, large_inputs
+
+# What is computed again, and where. `_compat.restore` knows these devices.
+GPU, TPU_V5E = "cuda", "TPU v5 lite"
+_BOTH = frozenset({GPU, TPU_V5E})
+DEVICES = {"erf": _BOTH, "erfc": _BOTH, "tanh": frozenset({GPU})}
+# Results that are made of more stored values than this are not followed.
+MANY_VALUES = 4
+
+
+class Again(NamedTuple):
+    """What is computed again, and from what.
+
+    Attributes:
+      devices: node -> the devices on which the backward pass computes it again.
+      chain: these nodes, and those that lie between them and what is stored.
+      anchors: the stored nodes that all this starts from.
+    """
+
+    devices: dict[int, frozenset[str]]
+    chain: set[int]
+    anchors: frozenset[int]
+
+
+NOTHING = Again({}, set(), frozenset())
+
+
+def computed_again(graph: Graph, pins: Pins, halves: Sequence[bool]) -> Again:
+    """Returns what a whole step's backward pass computes again.
+
+    Args:
+      graph: the program.
+      pins: what numerics said.
+      halves: which results are half, that is, stored.
+    """
+    functions = {n.index for n in graph.nodes if n.name in DEVICES and halves[n.index]}
+    if not functions:
+        return NOTHING
+    made_of = _made_of(graph, pins, halves, functions)
+    kept = _kept(graph, made_of, functions)
+    devices: dict[int, frozenset[str]] = {}
+    for index, stored in made_of.items():
+        node = graph.nodes[index]
+        if not stored or not stored <= kept:
+            continue
+        if index in functions:
+            devices[index] = DEVICES[node.name]
+            continue
+        found = [devices[s] for s in large_inputs(node) if s in devices]
+        if found:
+            on = found[0].intersection(*found[1:])
+            if halves[index]:
+                on -= {GPU}  # it is stored there, for a product
+            if on:
+                devices[index] = on
+    chain: set[int] = set()
+    stack = list(devices)
+    while stack:
+        index = stack.pop()
+        if index not in chain:
+            chain.add(index)
+            between = set(large_inputs(graph.nodes[index])) - made_of[index]
+            stack += [s for s in between if s in made_of]
+    anchors = frozenset().union(*(made_of[n] for n in devices))
+    return Again(devices, chain, anchors)
+
+
+def _made_of(
+    graph: Graph, pins: Pins, halves: Sequence[bool], functions: set[int]
+) -> dict[int, frozenset[int]]:
+    """Returns of which stored nodes each of a forward pass is made, in one jaxpr."""
+    owners = _owners(graph)
+    made_of: dict[int, frozenset[int]] = {}
+    follows: set[int] = set()  # what is made of one of the functions
+    for node in graph.nodes:
+        index = node.index
+        if not _is_arithmetic(node, pins) or index not in owners:
+            continue
+        if node.name in COSTLY and index not in functions:
+            continue
+        found: set[int] = set()
+        for source in large_inputs(node):
+            if owners.get(source) is not owners[index]:
+                break
+            if source in made_of and (source in follows or not halves[source]):
+                found |= made_of[source]
+            elif halves[source]:
+                found.add(source)
+            else:
+                break
+        else:
+            if len(found) <= MANY_VALUES:
+                made_of[index] = frozenset(found)
+                if index in functions or follows.intersection(large_inputs(node)):
+                    follows.add(index)
+    return made_of
+
+
+def _is_arithmetic(node: Node, pins: Pins) -> bool:
+    """Tells what a forward pass computes element by element."""
+    is_product = pins.categories[node.index] is Category.ALLOW
+    ends_kernel = is_product or node.name in ENDS_KERNEL
+    return len(node.avals) == 1 and not node.place.backward and not ends_kernel
+
+
+def _kept(
+    graph: Graph, made_of: dict[int, frozenset[int]], functions: set[int]
+) -> set[int]:
+    """Returns the stored nodes that a backward pass reads, whatever else is stored."""
+    consumers = graph.consumers()
+    direct: dict[int, frozenset[int]] = {}
+    for index, stored in made_of.items():
+        sources = large_inputs(graph.nodes[index])
+        if index not in functions and not any(
+            s in functions or (s in made_of and s not in direct) for s in sources
+        ):
+            direct[index] = stored
+    read = {
+        n
+        for n in (*direct, *frozenset().union(*made_of.values()))
+        if any(_is_backward(graph.nodes[r]) for r in consumers[n])
+    }
+    return read.union(*(direct[n] for n in read if n in direct))
+
+
+def _is_backward(node: Node) -> bool:
+    return node.place.backward and not node.place.recomputed
+
+
+def _owners(graph: Graph) -> dict[int, Instance]:
+    """Returns for each node that is an equation of its own the jaxpr it stands in."""
+    found: dict[int, Instance] = {}
+    stack = [graph.top]
+    while stack:
+        instance = stack.pop()
+        found.update((n, instance) for n in instance.nodes if isinstance(n, int))
+        stack += [body for inner in instance.inner.values() for body in inner.bodies]
+    return found

@@ -1,0 +1,147 @@
+"""What a backward pass computes again: activation functions of what is stored anyway.
+
+Whole train steps of small models, judged on the rewritten jaxpr, and run with what is
+computed again in place of what is stored, as a GPU or a TPU v5e runs them.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import dtypes_in, eqns, trace, walk
+from programs import normal, weights
+
+from jmp_rewrite import _compat, mixed_precision
+
+T, D, F = 16, 32, 48  # tokens, features, features of the hidden layer
+GPU, TPU_V5E = "cuda", "TPU v5 lite"
+
+
+def exact_gelu(h):
+    return jax.nn.gelu(h, approximate=False)
+
+
+def written_gelu(h):
+    return 0.5 * h * (1.0 + jax.lax.erf(h * 0.5**0.5))
+
+
+def step_of(activation, *, gated=False):
+    """Returns an SGD step of a hidden layer, and its arguments."""
+    w, gate, out = weights((D, F), (D, F), (F, D))
+    (bias,) = weights((F,))
+
+    def loss(params, x):
+        w, gate, bias, out = params
+        y = activation(x @ w + bias[None])
+        y = y * (x @ gate) if gated else y
+        return jnp.square(y @ out).mean()
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    return step, [w, gate, bias, out], normal(T, D)
+
+
+def restored(step, params, x):
+    """Returns what is computed again: (dtype, name of what reads it) -> devices."""
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, x)
+    found = {}
+    for eqn in eqns(jaxpr, "restore"):
+        (out,) = eqn.outvars
+        for reader in (e for e in walk(jaxpr) if out in e.invars):
+            key = out.aval.dtype.name, reader.primitive.name
+            found[key] = frozenset(eqn.params["on"])
+    return found
+
+
+@pytest.mark.parametrize("activation", [exact_gelu, written_gelu])
+def test_erf_is_computed_again(activation):
+    """On GPUs where the backward pass reads it, on a TPU v5e its product as well."""
+    found = restored(*step_of(activation))
+    assert found.pop(("float32", "mul")) == {GPU, TPU_V5E}
+    # The weight gradient's operand, as it is or behind what XLA:CPU needs.
+    (((dtype, _), devices),) = found.items()
+    assert dtype == "bfloat16" and devices == {TPU_V5E}
+
+
+def test_tanh_is_computed_again_on_gpus():
+    found = restored(*step_of(jax.nn.gelu))
+    assert found and set(found.values()) == {frozenset({GPU})}
+
+
+def test_what_is_computed_again_starts_from_what_is_stored():
+    """From the product's rounded result, behind a barrier; no product runs twice."""
+    step, params, x = step_of(exact_gelu, gated=True)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, x)
+    barriers = eqns(jaxpr, "optimization_barrier")
+    assert [dtypes_in(e) for e in barriers] == [["bfloat16"], ["bfloat16"]]
+    products = eqns(jaxpr, "dot_general")
+    made = {v for e in products for v in e.outvars}
+    assert all(v in made for e in barriers for v in e.invars)
+    assert len(products) == len(eqns(trace(step, params, x), "dot_general"))
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.lax.erf])
+def test_an_argument_is_not_kept_for_it(activation):
+    """The derivative of `tanh` is made of its result: its argument is not stored.
+
+    That of `erf` is made of its argument alone.
+    """
+    found = restored(*step_of(activation))
+    assert all(devices == {TPU_V5E} for devices in found.values())
+    if activation is not jax.lax.erf:
+        assert not found
+
+
+@pytest.mark.parametrize("activation", [exact_gelu, written_gelu, jax.nn.gelu])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_gradient_is_as_good_where_it_is_computed_again(
+    activation, gated, monkeypatch
+):
+    step, params, x = step_of(activation, gated=gated)
+
+    def error():
+        half = jax.jit(mixed_precision(step, "mixed_bfloat16"))(params, x)
+        full = step(params, x)
+        return [
+            jnp.linalg.norm(a - b) / jnp.linalg.norm(b - w)
+            for a, b, w in zip(half, full, params, strict=True)
+            if (b != w).any()
+        ]
+
+    stored = error()
+    monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+    for a, b in zip(error(), stored, strict=True):
+        assert a < max(1.1 * b, 2**-9)
+
+
+def test_nothing_is_computed_again_in_a_loop():
+    """What a scan stacks is read from the stack."""
+    step, params, x = step_of(exact_gelu)
+
+    def scanned(params, x):
+        def loss(params):
+            def body(x, _):
+                w, _, bias, out = params
+                return jnp.tanh(exact_gelu(x @ w + bias[None]) @ out), None
+
+            return jnp.square(jax.lax.scan(body, x, length=3)[0]).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    assert not restored(scanned, params, x)
+    half = mixed_precision(scanned, "mixed_bfloat16")(params, x)
+    for a, b in zip(half, scanned(params, x), strict=True):
+        assert jnp.linalg.norm(a - b) <= 0.02 * jnp.linalg.norm(b)
+
+
+def test_a_checkpoint_is_left_to_itself():
+    """It says what to keep, and what to compute again."""
+    step, params, x = step_of(jax.checkpoint(exact_gelu))
+    assert not restored(step, params, x)
+    step, params, x = step_of(exact_gelu)
+
+    def before(params, x):  # its backward pass has not been made yet
+        return jnp.square(exact_gelu(x @ params[0]) @ params[3]).mean()
+
+    assert not restored(before, params, x)
