@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
 from jmp_rewrite._pin import Pins
 from jmp_rewrite._rules import Category
 from jmp_rewrite._storage import COSTLY, ENDS_KERNEL, large_inputs
 
-# What is computed again, and where. `_compat.restore` knows these devices.
-GPU, TPU_V5E = "cuda", "TPU v5 lite"
+# What is computed again, and where.
 _BOTH = frozenset({GPU, TPU_V5E})
 DEVICES = {"erf": _BOTH, "erfc": _BOTH, "tanh": frozenset({GPU})}
 # Results that are made of more stored values than this are not followed.

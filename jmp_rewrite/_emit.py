@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._again import GPU, TPU_V5E
 from jmp_rewrite._cast import after_cast, narrow, scalar
+from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._demand import AS_HALF, Demand
 from jmp_rewrite._graph import FLOAT32, Inner, Instance
 from jmp_rewrite._plan import Action, Plan
@@ -164,6 +164,9 @@ class Emitter:
         self, entry: int | None, action: int, eqn: Any, env: dict[Any, Cell]
     ) -> list[Cell]:
         """Emits an equation of its own."""
+        if action & Action.MASKS:
+            (var,) = eqn.invars
+            env[var].full = _compat.masked(self.read_full(env[var], var.aval))
         if entry is None or not action & Action.HALF:
             return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
         is_product = self.plan.pins.categories[entry] is Category.ALLOW

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite import _place, _rules, _state
-from jmp_rewrite._again import GPU, TPU_V5E, computed_again
+from jmp_rewrite._again import computed_again
+from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category
@@ -44,6 +45,7 @@ class Action:
       AGAIN_ON_V5E: on a TPU v5e a backward pass computes its results again.
       CHAIN: it lies between one of these and what is stored, or is one.
       ANCHOR: it is what is stored, and read behind a barrier.
+      MASKS: it is the maximum of a product's half result, which is masked before.
     """
 
     FULL = 0
@@ -59,6 +61,7 @@ class Action:
     AGAIN_ON_V5E = 512
     CHAIN = 1024
     ANCHOR = 2048
+    MASKS = 4096
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -211,6 +214,7 @@ def make_plan(
                 actions[node] |= Action.EXACT_ON_GPU
     if pins.whole_step and placement is cheapest:
         _compute_again(graph, pins, actions)
+        _mask_maxima(graph, pins, actions)
     return Plan(graph, pins, half, actions, pins.whole_step, nested)
 
 
@@ -224,6 +228,15 @@ def _compute_again(graph: Graph, pins: Pins, actions: list[int]) -> None:
         actions[node] |= Action.CHAIN
     for node in again.anchors:
         actions[node] |= Action.ANCHOR
+
+
+def _mask_maxima(graph: Graph, pins: Pins, actions: list[int]) -> None:
+    """Marks the maxima that a softmax takes of a product's half result."""
+    for node in graph.nodes:
+        if node.name == "reduce_max" and _reads_full(actions[node.index]):
+            (source,) = [v.node for v in node.inputs] or [-1]
+            if source >= 0 and _runs_half(source, pins) and is_half(actions[source]):
+                actions[node.index] |= Action.MASKS
 
 
 def is_half(action: int) -> bool:

@@ -6,6 +6,7 @@ computed again in place of what is stored, as a GPU or a TPU v5e runs them.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import dtypes_in, eqns, trace, walk
 from programs import normal, weights
@@ -42,13 +43,21 @@ def step_of(activation, *, gated=False):
     return step, [w, gate, bias, out], normal(T, D)
 
 
+def variables(eqn):
+    return [v for v in eqn.invars if not hasattr(v, "val")]
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
 def restored(step, params, x):
     """Returns what is computed again: (dtype, name of what reads it) -> devices."""
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, x)
     found = {}
     for eqn in eqns(jaxpr, "restore"):
         (out,) = eqn.outvars
-        for reader in (e for e in walk(jaxpr) if out in e.invars):
+        for reader in (e for e in walk(jaxpr) if out in variables(e)):
             key = out.aval.dtype.name, reader.primitive.name
             found[key] = frozenset(eqn.params["on"])
     return found
@@ -145,3 +154,35 @@ def test_a_checkpoint_is_left_to_itself():
         return jnp.square(exact_gelu(x @ params[0]) @ params[3]).mean()
 
     assert not restored(before, params, x)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_softmax_of_a_product_is_masked_on_a_tpu_v5e(scaled):
+    """XLA:TPU then makes one kernel of it; with something between it does anyway."""
+
+    def step(w, x):
+        def loss(w):
+            logits = (x @ w) @ x.T
+            return jnp.square(
+                jax.nn.softmax(logits / 4 if scaled else logits) @ x
+            ).sum()
+
+        return w - jax.grad(loss)(w)
+
+    (w,) = weights((D, D))
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), w, normal(T, D))
+    masks = [e for e in eqns(jaxpr, "restore") if e.params["on"] == (TPU_V5E,)]
+    assert len(masks) == (0 if scaled else 1)
+    made = {v for e in masks for v in e.outvars}
+    readers = {e.primitive.name for e in walk(jaxpr) if made.intersection(variables(e))}
+    assert scaled or {"reduce_max", "sub"} <= readers
+
+
+def test_a_mask_hides_nothing(monkeypatch):
+    monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+    x = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf, jnp.nan, 1e-40])
+    masked = jax.jit(_compat.masked)(x)
+    assert (
+        jax.lax.bitcast_convert_type(masked, jnp.int32)
+        == jax.lax.bitcast_convert_type(x, jnp.int32)
+    ).all()
