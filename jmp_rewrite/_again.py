@@ -21,7 +21,7 @@ from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
 from jmp_rewrite._pin import Pins
 from jmp_rewrite._rules import Category
-from jmp_rewrite._storage import COSTLY, ENDS_KERNEL, large_inputs
+from jmp_rewrite._storage import COSTLY, ENDS_KERNEL, large_inputs, moves_exactly
 
 # What is computed again, and where.
 _BOTH = frozenset({GPU, TPU_V5E})
@@ -104,7 +104,9 @@ def _made_of(
         for source in large_inputs(node):
             if owners.get(source) is not owners[index]:
                 break
-            if source in made_of and (source in follows or not halves[source]):
+            before = graph.nodes[source]
+            is_stored = halves[source] and not moves_exactly(before, pins)
+            if source in made_of and (source in follows or not is_stored):
                 found |= made_of[source]
             elif halves[source]:
                 found.add(source)

@@ -237,6 +237,9 @@ def shielded_product(
     """
     operands, params = _batch_first(operands, params)
     operands, params, transposed = _rows_by_columns(operands, params)
+    # A dimension that is sharded in the type (`AxisType.Explicit`) cannot be split.
+    spec = jax.typeof(operands[0]).sharding.spec
+    transposed = transposed and all(axis is None for axis in spec)
     operands = _CPU_BARRIER.bind(*operands, transposed=transposed)
     (out,) = bind(eqn, operands, params)
     return [lax.reduce_precision(out, exponent_bits=8, mantissa_bits=23)]
@@ -420,16 +423,15 @@ def restore(stored: Any, again: Any, on: tuple[str, ...]) -> Any:
     return _RESTORE.bind(stored, again, on=on)
 
 
-def masked(x: Any) -> Any:
-    """Returns `x`; on a TPU v5e behind a mask that hides nothing.
+def settled(x: Any) -> Any:
+    """Returns float32 `x`; on a TPU v5e, rounded to float32, which is no rounding.
 
     XLA:TPU moves a cast behind a maximum, and then no longer finds the same value under
     the maximum and the difference of a softmax: it makes two kernels of it in place of
-    one. It moves no cast over a mask. On a v6e two kernels are faster than one.
+    one. It moves no cast over a rounding. On a v6e two kernels are faster than one.
     """
-    true = lax.optimization_barrier(np.ones((), np.bool_))
-    none = lax.full_like(x, -np.inf)
-    return restore(x, lax.select(lax.broadcast(true, x.shape), x, none), (TPU_V5E,))
+    rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+    return restore(x, rounded, (TPU_V5E,))
 
 
 def apart(x: Any) -> Any:

@@ -164,9 +164,9 @@ class Emitter:
         self, entry: int | None, action: int, eqn: Any, env: dict[Any, Cell]
     ) -> list[Cell]:
         """Emits an equation of its own."""
-        if action & Action.MASKS:
+        if action & Action.SETTLES:
             (var,) = eqn.invars
-            env[var].full = _compat.masked(self.read_full(env[var], var.aval))
+            env[var].full = _compat.settled(self.read_full(env[var], var.aval))
         if entry is None or not action & Action.HALF:
             return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
         is_product = self.plan.pins.categories[entry] is Category.ALLOW

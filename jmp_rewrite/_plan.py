@@ -45,7 +45,7 @@ class Action:
       AGAIN_ON_V5E: on a TPU v5e a backward pass computes its results again.
       CHAIN: it lies between one of these and what is stored, or is one.
       ANCHOR: it is what is stored, and read behind a barrier.
-      MASKS: it is the maximum of a product's half result, which is masked before.
+      SETTLES: it is the maximum of a product's half result, whose cast stays before it.
     """
 
     FULL = 0
@@ -61,7 +61,7 @@ class Action:
     AGAIN_ON_V5E = 512
     CHAIN = 1024
     ANCHOR = 2048
-    MASKS = 4096
+    SETTLES = 4096
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -214,7 +214,7 @@ def make_plan(
                 actions[node] |= Action.EXACT_ON_GPU
     if pins.whole_step and placement is cheapest:
         _compute_again(graph, pins, actions)
-        _mask_maxima(graph, pins, actions)
+        _settle_maxima(graph, pins, actions)
     return Plan(graph, pins, half, actions, pins.whole_step, nested)
 
 
@@ -230,13 +230,13 @@ def _compute_again(graph: Graph, pins: Pins, actions: list[int]) -> None:
         actions[node] |= Action.ANCHOR
 
 
-def _mask_maxima(graph: Graph, pins: Pins, actions: list[int]) -> None:
+def _settle_maxima(graph: Graph, pins: Pins, actions: list[int]) -> None:
     """Marks the maxima that a softmax takes of a product's half result."""
     for node in graph.nodes:
         if node.name == "reduce_max" and _reads_full(actions[node.index]):
             (source,) = [v.node for v in node.inputs] or [-1]
             if source >= 0 and _runs_half(source, pins) and is_half(actions[source]):
-                actions[node.index] |= Action.MASKS
+                actions[node.index] |= Action.SETTLES
 
 
 def is_half(action: int) -> bool:

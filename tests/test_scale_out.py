@@ -27,7 +27,13 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmp_rewrite import loss_scale_state, loss_scaling, mixed_precision, scale_loss
+from jmp_rewrite import (
+    _compat,
+    loss_scale_state,
+    loss_scaling,
+    mixed_precision,
+    scale_loss,
+)
 
 DEVICES, WIDTH, ROWS, LAYERS = 8, 64, 32, 3
 F16 = "mixed_float16"
@@ -533,3 +539,43 @@ def one_process():
         params, opt_state, loss = step(params, opt_state, x, y)
         losses.append(float(loss))
     return losses
+
+
+@pytest.mark.parametrize("restored", ["stored", "again"])
+@pytest.mark.parametrize("how", ["explicit", "shard_map"])
+def test_what_is_computed_again_is_sharded_like_what_is_stored(
+    how, restored, monkeypatch
+):
+    """A GELU, and a softmax of a product: what a backward pass computes again."""
+    if restored == "again":
+        monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+
+    def step(w, out, x):
+        def loss(params):
+            w, out = params
+            h = jax.nn.gelu(x @ w) @ out
+            return jnp.mean(jnp.square(jax.nn.softmax(h @ w) @ w.T - x))
+
+        value, grads = jax.value_and_grad(loss)((w, out))
+        if how == "shard_map":
+            value, grads = lax.pmean((value, grads), "data")
+        return value, *(p - 0.1 * g for p, g in zip((w, out), grads, strict=True))
+
+    args = [numbers(WIDTH, WIDTH, seed=i, scale=0.2) for i in (0, 1)]
+    args.append(numbers(ROWS, WIDTH, seed=8))
+    half = mixed_precision(step, "mixed_bfloat16")
+    if how == "shard_map":
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+        half = jax.shard_map(half, mesh=mesh(DEVICES), **specs)
+        step = jax.shard_map(step, mesh=mesh(DEVICES), **specs)
+        found, full = jax.jit(half)(*args), jax.jit(step)(*args)
+    else:
+        on = mesh(DEVICES, kind=AxisType.Explicit)
+        args = placed(args, on, lambda x: P("data") if x.shape[0] == ROWS else P())
+        with jax.set_mesh(on):
+            jaxpr = jax.make_jaxpr(half)(*args)
+            assert restored == "again" or "restore" in str(jaxpr)
+            found, full = jax.jit(half)(*args), jax.jit(step)(*args)
+    assert [typeof(x) for x in found] == [typeof(x) for x in full]
+    for a, b, before in zip(found[1:], full[1:], args, strict=False):
+        assert relative_error(a - before, b - before) < 8 * EPS["mixed_bfloat16"]
