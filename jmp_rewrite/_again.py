@@ -20,12 +20,43 @@ from typing import NamedTuple
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
 from jmp_rewrite._pin import Pins
-from jmp_rewrite._rules import Category
-from jmp_rewrite._storage import COSTLY, ENDS_KERNEL, large_inputs, moves_exactly
+from jmp_rewrite._storage import large_inputs, moves_exactly
 
 # What is computed again, and where.
 _BOTH = frozenset({GPU, TPU_V5E})
 DEVICES = {"erf": _BOTH, "erfc": _BOTH, "tanh": frozenset({GPU})}
+# What else may be computed again: what a compiler puts into the kernel that reads it.
+# No collective is run twice, and nothing that is not as cheap as this.
+ARITHMETIC = frozenset(
+    {
+        "abs",
+        "add",
+        "add_any",
+        "broadcast_in_dim",
+        "clamp",
+        "convert_element_type",
+        "copy",
+        "div",
+        "expand_dims",
+        "integer_pow",
+        "max",
+        "min",
+        "mul",
+        "name",
+        "neg",
+        "one_minus_square",
+        "polynomial",
+        "reshape",
+        "select_n",
+        "sign",
+        "sqrt",
+        "square",
+        "squeeze",
+        "stop_gradient",
+        "sub",
+        "transpose",
+    }
+)
 # Results that are made of more stored values than this are not followed.
 MANY_VALUES = 4
 
@@ -96,9 +127,9 @@ def _made_of(
     follows: set[int] = set()  # what is made of one of the functions
     for node in graph.nodes:
         index = node.index
-        if not _is_arithmetic(node, pins) or index not in owners:
+        if node.place.backward or index not in owners:
             continue
-        if node.name in COSTLY and index not in functions:
+        if node.name not in ARITHMETIC and index not in functions:
             continue
         found: set[int] = set()
         for source in large_inputs(node):
@@ -118,13 +149,6 @@ def _made_of(
                 if index in functions or follows.intersection(large_inputs(node)):
                     follows.add(index)
     return made_of
-
-
-def _is_arithmetic(node: Node, pins: Pins) -> bool:
-    """Tells what a forward pass computes element by element."""
-    is_product = pins.categories[node.index] is Category.ALLOW
-    ends_kernel = is_product or node.name in ENDS_KERNEL
-    return len(node.avals) == 1 and not node.place.backward and not ends_kernel
 
 
 def _kept(

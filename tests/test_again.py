@@ -91,6 +91,18 @@ def test_what_is_computed_again_starts_from_what_is_stored():
     assert len(products) == len(eqns(trace(step, params, x), "dot_general"))
 
 
+def transformed(h):
+    return jnp.fft.irfft(jnp.fft.rfft(h), n=F)
+
+
+def test_only_arithmetic_is_computed_again():
+    """A transform between the product and the function is not run twice."""
+    step, params, x = step_of(lambda h: exact_gelu(transformed(h)))
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, x)
+    assert len(eqns(jaxpr, "fft")) == len(eqns(trace(step, params, x), "fft"))
+    assert not restored(step, params, x)
+
+
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.lax.erf])
 def test_an_argument_is_not_kept_for_it(activation):
     """The derivative of `tanh` is made of its result: its argument is not stored.
