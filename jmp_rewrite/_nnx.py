@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,7 +96,13 @@ def split(
 
     def pure(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _merge((args, kwargs), is_inner=True)
+        before = _contents((args, kwargs))
         result = call(*args, **kwargs)
+        # What did not change is not written back: it may belong to an outer trace,
+        # where NNX lets nobody write. A result may share it, and then has to find it.
+        is_same = _are_same(_contents((args, kwargs)), before)
+        if is_same and not _contents(result):
+            return _split((None, result))
         return _split((_modules_only((args, kwargs)), result))
 
     def finish(results: Any) -> Any:
@@ -132,6 +139,23 @@ def _is_parts(x: Any) -> bool:
 def _is_module(x: Any) -> bool:
     """Tells a module, a variable, or anything else that NNX passes by reference."""
     return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _contents(tree: Any) -> list[tuple[Any, list[Any]]]:
+    """Returns the structure and the arrays of each module of a tree."""
+    leaves = tree_util.tree_leaves(tree, is_leaf=_is_module)
+    parts = [nnx.split(x) for x in leaves if _is_module(x)]
+    return [(graphdef, tree_util.tree_leaves(state)) for graphdef, state in parts]
+
+
+def _are_same(
+    contents: list[tuple[Any, list[Any]]], others: list[tuple[Any, list[Any]]]
+) -> bool:
+    """Tells whether modules have the structures and the very arrays of others."""
+    return len(contents) == len(others) and all(
+        g == h and len(xs) == len(ys) and all(map(operator.is_, xs, ys))
+        for (g, xs), (h, ys) in zip(contents, others, strict=True)
+    )
 
 
 def _modules_only(tree: Any) -> Any:

@@ -349,3 +349,35 @@ def test_loss_scaling_reads_the_optimizer_s_variables():
     np.testing.assert_allclose(moved, 0.5 * grads.same.kernel[...], atol=1e-6)
     step(net, optimizer, X * jnp.nan)
     assert loss_scale_state(optimizer.opt_state).skipped_steps == 1
+
+
+def test_variables_of_an_outer_trace_are_read():
+    """What a function only reads is not written back: NNX would forbid it."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 8, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(nnx.relu(self.linear(x)))
+
+    graphdef, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, batch):
+        x, rest = batch
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        out = jnp.square(model(x) - x.sum()).mean()
+        return out, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    batch = jax.random.normal(jax.random.key(0), (16, 4)), rest
+    before = jax.tree.leaves(nnx.to_pure_dict(rest))
+    gradients = [
+        jax.jit(jax.grad(f, has_aux=True))(params, batch)
+        for f in (loss, mixed_precision(loss, "mixed_bfloat16"))
+    ]
+    plain, half = map(jax.tree.leaves, gradients)
+    for a, b in zip(half, plain, strict=True):
+        assert jnp.linalg.norm(a - b) <= 0.05 * jnp.linalg.norm(b) + 1e-3
+    after = jax.tree.leaves(nnx.to_pure_dict(rest))
+    assert all(a is b for a, b in zip(after, before, strict=True))
