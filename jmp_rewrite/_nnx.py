@@ -96,14 +96,17 @@ def split(
 
     def pure(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _merge((args, kwargs), is_inner=True)
-        before = _contents((args, kwargs))
+        before = {id(x): (x, _contents(x)) for x in _modules((args, kwargs))}
         result = call(*args, **kwargs)
         # What did not change is not written back: it may belong to an outer trace,
         # where NNX lets nobody write. A result may share it, and then has to find it.
-        is_same = _are_same(_contents((args, kwargs)), before)
-        if is_same and not _contents(result):
-            return _split((None, result))
-        return _split((_modules_only((args, kwargs)), result))
+        is_needed = bool(_modules(result))
+
+        def is_written(module: Any) -> bool:
+            known = before.get(id(module))
+            return is_needed or known is None or not _is_same(module, known[1])
+
+        return _split((_modules_only((args, kwargs), is_written), result))
 
     def finish(results: Any) -> Any:
         return _merge(results, is_inner=False)[1]
@@ -141,24 +144,31 @@ def _is_module(x: Any) -> bool:
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
-def _contents(tree: Any) -> list[tuple[Any, list[Any]]]:
-    """Returns the structure and the arrays of each module of a tree."""
+def _modules(tree: Any) -> list[Any]:
     leaves = tree_util.tree_leaves(tree, is_leaf=_is_module)
-    parts = [nnx.split(x) for x in leaves if _is_module(x)]
-    return [(graphdef, tree_util.tree_leaves(state)) for graphdef, state in parts]
+    return [x for x in leaves if _is_module(x)]
 
 
-def _are_same(
-    contents: list[tuple[Any, list[Any]]], others: list[tuple[Any, list[Any]]]
-) -> bool:
-    """Tells whether modules have the structures and the very arrays of others."""
-    return len(contents) == len(others) and all(
-        g == h and len(xs) == len(ys) and all(map(operator.is_, xs, ys))
-        for (g, xs), (h, ys) in zip(contents, others, strict=True)
+def _contents(module: Any) -> tuple[Any, list[Any]]:
+    """Returns the structure of a module and its arrays."""
+    graphdef, state = nnx.split(module)
+    return graphdef, tree_util.tree_leaves(state)
+
+
+def _is_same(module: Any, before: tuple[Any, list[Any]]) -> bool:
+    """Tells whether a module has the structure and the very arrays that it had."""
+    graphdef, arrays = _contents(module)
+    return (
+        graphdef == before[0]
+        and len(arrays) == len(before[1])
+        and all(map(operator.is_, arrays, before[1]))
     )
 
 
-def _modules_only(tree: Any) -> Any:
+def _modules_only(tree: Any, is_written: Callable[[Any], bool]) -> Any:
+    """Replaces by None what is no module, and what is not to be written back."""
     return tree_util.tree_map(
-        lambda x: x if _is_module(x) else None, tree, is_leaf=_is_module
+        lambda x: x if _is_module(x) and is_written(x) else None,
+        tree,
+        is_leaf=_is_module,
     )
