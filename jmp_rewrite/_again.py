@@ -57,7 +57,8 @@ ARITHMETIC = frozenset(
         "transpose",
     }
 )
-# Results that are made of more stored values than this are not followed.
+# Results that are made of more stored values than this are not followed: what one
+# kernel would read to compute them grows, and so would the time that this takes.
 MANY_VALUES = 4
 
 

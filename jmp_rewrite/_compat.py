@@ -396,12 +396,15 @@ def _restore_primitive() -> jex.Primitive:
 def _is_for(context: Any, devices: tuple[str, ...]) -> bool:
     """Tells whether a program is lowered for one of some platforms or generations.
 
-    A platform is told from the rest wherever a program is lowered. A generation of TPUs
-    is told by the client that compiles it; nothing is told of one that is exported.
+    A program for several platforms is for none of them. A generation of TPUs is told by
+    the client that compiles; a program that is exported from elsewhere is for none.
     """
+    if len(context.platforms) != 1:
+        return False
+    (platform,) = context.platforms
     version = getattr(context.backend, "platform_version", "")
-    platforms = tuple(context.platforms)
-    return any(platforms == (d,) or f"{d}\n" in version for d in devices)
+    is_tpu = platform == "tpu"
+    return any(d == platform or (is_tpu and f"{d}\n" in version) for d in devices)
 
 
 _RESTORE = _restore_primitive()

@@ -220,7 +220,7 @@ def make_plan(
 
 def _compute_again(graph: Graph, pins: Pins, actions: list[int]) -> None:
     """Adds what the backward pass computes again."""
-    again = computed_again(graph, pins, [is_half(a) for a in actions])
+    again = computed_again(graph, pins, [_is_half(a) for a in actions])
     for node, devices in again.devices.items():
         actions[node] |= Action.AGAIN_ON_GPU if GPU in devices else 0
         actions[node] |= Action.AGAIN_ON_V5E if TPU_V5E in devices else 0
@@ -235,11 +235,11 @@ def _settle_maxima(graph: Graph, pins: Pins, actions: list[int]) -> None:
     for node in graph.nodes:
         if node.name == "reduce_max" and _reads_full(actions[node.index]):
             (source,) = [v.node for v in node.inputs] or [-1]
-            if source >= 0 and _runs_half(source, pins) and is_half(actions[source]):
+            if source >= 0 and _runs_half(source, pins) and _is_half(actions[source]):
                 actions[node.index] |= Action.SETTLES
 
 
-def is_half(action: int) -> bool:
+def _is_half(action: int) -> bool:
     """Tells whether a node that is emitted so has half results."""
     return bool(action & Action.HALF) and not action & Action.EMITS_FULL
 

@@ -105,14 +105,8 @@ def test_only_arithmetic_is_computed_again():
 
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.lax.erf])
 def test_an_argument_is_not_kept_for_it(activation):
-    """The derivative of `tanh` is made of its result: its argument is not stored.
-
-    That of `erf` is made of its argument alone.
-    """
-    found = restored(*step_of(activation))
-    assert all(devices == {TPU_V5E} for devices in found.values())
-    if activation is not jax.lax.erf:
-        assert not found
+    """The derivative of `tanh` is made of its result, that of `erf` of an `exp`."""
+    assert not restored(*step_of(activation))
 
 
 @pytest.mark.parametrize("activation", [exact_gelu, written_gelu, jax.nn.gelu])
@@ -133,8 +127,10 @@ def test_the_gradient_is_as_good_where_it_is_computed_again(
 
     stored = error()
     monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
-    for a, b in zip(error(), stored, strict=True):
-        assert a < max(1.1 * b, 2**-9)
+    again = error()
+    assert again != stored
+    for a, b in zip(again, stored, strict=True):
+        assert a < 1.1 * b  # other roundings, up to 1.07 times as far off here
 
 
 def test_nothing_is_computed_again_in_a_loop():
@@ -151,10 +147,8 @@ def test_nothing_is_computed_again_in_a_loop():
 
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
 
+    assert eqns(trace(scanned, params, x), "scan")
     assert not restored(scanned, params, x)
-    half = mixed_precision(scanned, "mixed_bfloat16")(params, x)
-    for a, b in zip(half, scanned(params, x), strict=True):
-        assert jnp.linalg.norm(a - b) <= 0.02 * jnp.linalg.norm(b)
 
 
 def test_a_checkpoint_is_left_to_itself():

@@ -318,6 +318,9 @@ def test_a_generation_of_tpus_reads_its_own(version, on, reads_again):
     backend = version and types.SimpleNamespace(platform_version=version)
     context = types.SimpleNamespace(backend=backend, platforms=("tpu",))
     assert _compat._is_for(context, on) == reads_again
+    for platforms in (("cpu",), ("cpu", "tpu")):  # lowered on such a machine for others
+        context.platforms = platforms
+        assert not _compat._is_for(context, on)
 
 
 @pytest.mark.parametrize("compared", ["logistic", "sum", "moved"])
