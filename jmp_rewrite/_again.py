@@ -20,6 +20,7 @@ from typing import NamedTuple
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
 from jmp_rewrite._pin import Pins
+from jmp_rewrite._rules import Category
 from jmp_rewrite._storage import large_inputs, moves_exactly
 
 # What is computed again, and where.
@@ -69,14 +70,13 @@ class Again(NamedTuple):
       devices: node -> the devices on which the backward pass computes it again.
       chain: these nodes, and those that lie between them and what is stored.
       anchors: the stored nodes that all this starts from.
+      quotients: what is divided -> the quotient from which it is computed again.
     """
 
     devices: dict[int, frozenset[str]]
     chain: set[int]
     anchors: frozenset[int]
-
-
-NOTHING = Again({}, set(), frozenset())
+    quotients: dict[int, int]
 
 
 def computed_again(graph: Graph, pins: Pins, halves: Sequence[bool]) -> Again:
@@ -87,9 +87,10 @@ def computed_again(graph: Graph, pins: Pins, halves: Sequence[bool]) -> Again:
       pins: what numerics said.
       halves: which results are half, that is, stored.
     """
+    quotients = _quotients(graph, pins)
     functions = {n.index for n in graph.nodes if n.name in DEVICES and halves[n.index]}
     if not functions:
-        return NOTHING
+        return Again({}, set(), frozenset(), quotients)
     made_of = _made_of(graph, pins, halves, functions)
     kept = _kept(graph, made_of, functions)
     devices: dict[int, frozenset[str]] = {}
@@ -116,7 +117,46 @@ def computed_again(graph: Graph, pins: Pins, halves: Sequence[bool]) -> Again:
             between = set(large_inputs(graph.nodes[index])) - made_of[index]
             stack += [s for s in between if s in made_of]
     anchors = frozenset().union(*(made_of[n] for n in devices))
-    return Again(devices, chain, anchors)
+    return Again(devices, chain, anchors, quotients)
+
+
+def _quotients(graph: Graph, pins: Pins) -> dict[int, int]:
+    """Returns the exponentials that a softmax divides by their sum, and the quotients.
+
+    A forward pass reads such an exponential twice, in the sum and in the quotient, and
+    XLA:GPU computes it twice if nothing else wants it. A derivative does; but a product
+    reads the quotient, so that is stored, and the exponential is quotient times sum.
+    """
+    owners, consumers = _owners(graph), graph.consumers()
+    returned = {v.node for v in graph.results}
+    found: dict[int, int] = {}
+    for node in graph.nodes:
+        index = node.index
+        if node.name != "exp" or _is_backward(node) or index in returned:
+            continue
+        readers = [graph.nodes[r] for r in consumers[index]]
+        if any(owners.get(r.index) is not owners.get(index) for r in readers):
+            continue
+        forward = [r for r in readers if not _is_backward(r)]
+        divisions = [r for r in forward if r.name == "div"]
+        if len(divisions) != 1 or any(
+            r.name not in ("div", "reduce_sum") for r in forward
+        ):
+            continue
+        (quotient,) = divisions
+        by_small = not quotient.literals and large_inputs(quotient) == [index]
+        is_divided = by_small and quotient.inputs[0].node == index
+        if is_divided and _is_operand(quotient.index, graph, pins):
+            found[index] = quotient.index
+    return found
+
+
+def _is_operand(node: int, graph: Graph, pins: Pins) -> bool:
+    """Tells what a product reads in half."""
+    return any(
+        pins.categories[r] is Category.ALLOW and pins.full[r] is None
+        for r in graph.consumers()[node]
+    )
 
 
 def _made_of(

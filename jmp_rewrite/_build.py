@@ -41,6 +41,9 @@ _NO_LITERALS: dict[int, Any] = {}
 # results of what cannot be looked into.
 _DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
 
+# Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
+_ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
+
 # A known number stays known through these.
 _KEEPS_NUMBER = frozenset(
     {
@@ -143,9 +146,53 @@ class Builder:
             )
             if value is not None
         }
+        rectified: dict[int, Any] = {}
         for index, eqn in enumerate(body.eqns):
+            instead = self._asks_sign(eqn, env, rectified)
+            if instead is not None:
+                instance.instead[index] = instead
+                operand, var = instead
+                env_of_eqn = {operand: env[var]}
+                self._equation(instance, index, eqn, env_of_eqn, place, trips)
+                continue
             self._equation(instance, index, eqn, env, place, trips)
+            for var in eqn.outvars:
+                source = self._rectifies(env.get(var))
+                if source is not None:
+                    rectified.setdefault(source, var)
         return instance, [_read(env, v) for v in body.outvars]
+
+    def _rectifies(self, value: Value | None) -> int | None:
+        """Returns the node `x` if a value is `max(x, 0)`."""
+        if value is None or value.node < 0:
+            return None
+        node = self.nodes[value.node]
+        if node.name != "max" or list(node.literals.values()) != [0.0]:
+            return None
+        operands = [v for v in node.inputs if v.constant is None]
+        return operands[0].node if len(operands) == 1 else None
+
+    @staticmethod
+    def _asks_sign(
+        eqn: Any, env: dict[Any, Value], rectified: dict[int, Any]
+    ) -> tuple[Any, Any] | None:
+        """Returns the operand `x` of `x > 0`, and a variable that holds `max(x, 0)`.
+
+        The derivative of a rectifier asks for the sign of its argument. Its result
+        tells it as well, and is stored in any case if a product reads it: then the
+        argument need not be.
+        """
+        position = _ASKS_SIGN.get(eqn.primitive.name)
+        if position is None or not rectified:
+            return None
+        operand, other = eqn.invars[position], eqn.invars[1 - position]
+        if hasattr(operand, "val") or not hasattr(other, "val"):
+            return None
+        value = env.get(operand)
+        if value is None or np.ndim(other.val) or other.val != 0:
+            return None
+        var = rectified.get(value.node)
+        return None if var is None else (operand, var)
 
     def _equation(
         self,

@@ -225,10 +225,52 @@ def _copied_transpose(x: Any) -> Any:
 _CPU_BARRIER = _cpu_barrier_primitive()
 
 
+def _rounded_product_primitive() -> jex.Primitive:
+    """Makes what reads a product's float32 result; one GPU rounds it in the product."""
+    primitive = jex.Primitive("rounded_product")
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        return primitive.bind(*primals, **params), tangents[2]
+
+    def rounded(first: Any, second: Any, out: Any, **params: Any) -> Any:
+        half = lax.dot_general(
+            first, second, preferred_element_type=first.dtype, **params
+        )
+        return convert(half, out.dtype)
+
+    on_gpu = mlir.lower_fun(rounded, multiple_results=False)
+
+    def lower(ctx: Any, first: Any, second: Any, out: Any, **params: Any) -> Any:
+        context = ctx.module_context
+        if not _is_for(context, (GPU,)) or not _is_for_one_device(context):
+            return [out]
+        return on_gpu(ctx, first, second, out, **params)
+
+    primitive.def_impl(lambda first, second, out, **params: out)
+    primitive.def_abstract_eval(lambda first, second, out, **params: out)
+    ad.primitive_jvps[primitive] = jvp
+    # Mapped over, the product is another one; its result is not rounded.
+    batching.primitive_batchers[primitive] = lambda xs, axes, **params: (xs[2], axes[2])
+    mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+def _is_for_one_device(context: Any) -> bool:
+    """Tells a program of one device from one that others have a part in."""
+    return getattr(context.axis_context, "num_devices", 0) == 1
+
+
+_ROUNDED_PRODUCT = _rounded_product_primitive()
+
+
 def shielded_product(
-    eqn: Any, operands: Sequence[Any], params: dict[str, Any]
+    eqn: Any, operands: Sequence[Any], params: dict[str, Any], half_on_gpu: bool = False
 ) -> list[Any]:
     """Emits a bfloat16 product with a float32 result so that XLA:CPU can run it.
+
+    With `half_on_gpu` it is rounded where the program is one for a single NVIDIA GPU: a
+    weight gradient is written, and read by the optimizer, in half as many bytes, as it
+    is by hand. Several devices add up what each of them computes, in float32.
 
     XLA:CPU folds transposes into products after it has chosen a kernel, and has none
     for what comes out ("Unsupported element type for DotThunk::Execute: BF16 x BF16 =
@@ -242,7 +284,11 @@ def shielded_product(
     transposed = transposed and all(axis is None for axis in spec)
     operands = _CPU_BARRIER.bind(*operands, transposed=transposed)
     (out,) = bind(eqn, operands, params)
-    return [lax.reduce_precision(out, exponent_bits=8, mantissa_bits=23)]
+    out = lax.reduce_precision(out, exponent_bits=8, mantissa_bits=23)
+    if half_on_gpu and eqn.primitive.name == "dot_general":
+        rest = {k: v for k, v in params.items() if k != "preferred_element_type"}
+        out = _ROUNDED_PRODUCT.bind(*operands, out, **rest)
+    return [out]
 
 
 def _full_convolution_primitive() -> jex.Primitive:

@@ -52,7 +52,8 @@ class Demand:
             reads: dict[Any, int] = {}
             for index, eqn in enumerate(body.eqns):
                 ways = self._ways(instance, index, eqn)
-                for atom, way in zip(eqn.invars, ways, strict=True):
+                operands = instance.operands(index, eqn)
+                for atom, way in zip(operands, ways, strict=True):
                     if not hasattr(atom, "val"):
                         reads[atom] = reads.get(atom, 0) | way
             for atom in body.outvars:

@@ -35,6 +35,7 @@ class Cell:
       again: its float32 value, computed again.
       apart: its value behind a barrier, from which others are computed again.
       backward: (whether in half) -> the cell that a backward pass reads.
+      quotient: (quotient, divisor), if a backward pass computes it again from these.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class Cell:
         "full",
         "half",
         "origin",
+        "quotient",
         "saturate",
         "unless",
         "value",
@@ -61,6 +63,7 @@ class Cell:
         self.again: Any = None
         self.apart: Cell | None = None
         self.backward: dict[bool, Cell] = {}
+        self.quotient: tuple[Cell, Cell] | None = None
 
 
 class Origin(NamedTuple):
@@ -153,11 +156,17 @@ class Emitter:
         if isinstance(entry, tuple):
             return self._lanes(eqn, entry, env)
         action = Action.FULL if entry is None else self.plan.actions[entry]
+        if index in instance.instead:
+            operand, instead = instance.instead[index]
+            env = {operand: env[instead]}
         if entry is not None and self.plan.computes_again:
             env = self._reads_again(entry, action, eqn, env)
         cells = self._emit(entry, action, eqn, env)
         if action & (Action.CHAIN | Action.ANCHOR):
             cells[0].origin = Origin(action, eqn, env)
+        if action & Action.DIVIDES:
+            numerator, divisor = (env[v] for v in eqn.invars)
+            numerator.quotient = (cells[0], divisor)
         return cells
 
     def _emit(
@@ -197,7 +206,9 @@ class Emitter:
             return [Cell(x) for x in _compat.full_convolution(eqn, values, params)]
         is_bfloat16 = self.plan.half != np.float16
         if action & Action.EMITS_FULL and is_bfloat16 and len(values) == 2:
-            return [Cell(x) for x in _compat.shielded_product(eqn, values, params)]
+            on_gpu = bool(action & Action.HALF_ON_GPU)
+            outs = _compat.shielded_product(eqn, values, params, on_gpu)
+            return [Cell(x) for x in outs]
         return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
     def _wide(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
@@ -211,9 +222,11 @@ class Emitter:
                 if action & Action.HELD:
                     half = _compat.hold(half)
                 cell = Cell(half, cell.saturate)
-                if action & (Action.EXACT_ON_GPU | Action.EXACT_ON_TPU):
-                    cell.exact = exact
-                    cell.unless = "tpu" if action & Action.EXACT_ON_TPU else "cuda"
+                if action & Action.EXACT_ON_TPU:
+                    cell.exact, cell.unless = exact, "tpu"
+                elif action & Action.EXACT_ON_GPU:  # computed again, so not stored
+                    (again,) = self._as_it_was(eqn, env)
+                    cell.exact, cell.unless = again.value, GPU
             cells.append(cell)
         return cells
 
@@ -284,7 +297,9 @@ class Emitter:
         if place.backward and not place.recomputed:
             in_half = bool(action & Action.HALF) and not action & Action.WIDE
             for var, cell in operands.items():
-                if cell.origin is not None:
+                if cell.quotient is not None and not in_half:
+                    operands[var] = self._multiplied(cell)
+                elif cell.origin is not None:
                     operands[var] = self._backward(cell, var.aval, in_half)
         return operands
 
@@ -307,6 +322,16 @@ class Emitter:
             value = _compat.restore(stored, again, devices)
             cell.backward[in_half] = Cell(value, cell.saturate)
         return cell.backward[in_half]
+
+    def _multiplied(self, cell: Cell) -> Cell:
+        """Returns what a backward pass reads of what was divided: on GPUs a product."""
+        if cell.quotient is not None and not cell.backward:
+            quotient, divisor = cell.quotient
+            half = _compat.apart(self.read_half(quotient))
+            again = _compat.convert(half, FLOAT32) * divisor.value
+            stored = _compat.convert(cell.value, FLOAT32)
+            cell.backward[False] = Cell(_compat.restore(stored, again, (GPU,)))
+        return cell.backward[False]
 
     def _computed_again(self, cell: Cell) -> Any:
         """Computes a value again, in float32, from what is stored."""
@@ -428,7 +453,8 @@ class Emitter:
                 )
                 for i in instance.inner.values()
             )
-            key = (id(instance.jaxpr), actions, inner)
+            instead = tuple(instance.instead.items())
+            key = (id(instance.jaxpr), actions, inner, instead)
             # Numbers nest where tuples would be hashed to their full depth each time.
             self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]

@@ -126,14 +126,21 @@ class Instance:
       nodes: an entry an equation: a node's index, a tuple of them (one a lane, None
         where that lane is no float32), or None where nothing is float32.
       inner: equation index -> what it holds.
+      instead: equation index -> (operand, the variable that is read in its place).
     """
 
-    __slots__ = ("__weakref__", "inner", "jaxpr", "nodes")
+    __slots__ = ("__weakref__", "inner", "instead", "jaxpr", "nodes")
 
     def __init__(self, jaxpr: Any) -> None:
         self.jaxpr = jaxpr
         self.nodes: list[Any] = []
         self.inner: dict[int, Inner] = {}
+        self.instead: dict[int, tuple[Any, Any]] = {}
+
+    def operands(self, index: int, eqn: Any) -> list[Any]:
+        """Returns the variables and literals that an equation reads."""
+        operand, instead = self.instead.get(index, (None, None))
+        return [instead if v is operand else v for v in eqn.invars]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -142,6 +142,8 @@ class _Origins:
         values = [v for v in eqn.invars if not hasattr(v, "val")]
         if eqn.primitive.name == "restore":
             values = values[:1]  # what is stored is the rounded value
+        if eqn.primitive.name == "rounded_product":
+            values = values[2:]
         return [self._views.get(v, v) for v in values]
 
     def follow(self, eqn: Any) -> None:

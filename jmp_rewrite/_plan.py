@@ -32,6 +32,7 @@ class Action:
       HALF: its operands and its results are half. Without it they are float32.
       WIDE: with HALF: it computes in float32, and its results are rounded once.
       EMITS_FULL: with HALF: a product of half operands whose result is float32.
+      HALF_ON_GPU: with EMITS_FULL: where one GPU runs the program, it is rounded there.
       SATURATES: with WIDE: rounding never makes an infinity of a finite number.
       ARGUMENT: its results hold nothing but an argument's values, so that rounding
         them saturates as well.
@@ -45,6 +46,8 @@ class Action:
       AGAIN_ON_V5E: on a TPU v5e a backward pass computes its results again.
       CHAIN: it lies between one of these and what is stored, or is one.
       ANCHOR: it is what is stored, and read behind a barrier.
+      DIVIDES: a backward pass computes what is divided here again from the quotient, on
+        GPUs.
       SETTLES: it is the maximum of a product's half result, whose cast stays before it.
     """
 
@@ -62,6 +65,8 @@ class Action:
     CHAIN = 1024
     ANCHOR = 2048
     SETTLES = 4096
+    HALF_ON_GPU = 8192
+    DIVIDES = 16384
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -144,7 +149,7 @@ class Plan:
     @functools.cached_property
     def computes_again(self) -> bool:
         """Whether a backward pass computes anything again."""
-        return any(a & Action.ANCHOR for a in self.actions)
+        return any(a & (Action.ANCHOR | Action.DIVIDES) for a in self.actions)
 
 
 # Says of each node whether its result is half; products run on half operands anyway.
@@ -228,6 +233,12 @@ def _compute_again(graph: Graph, pins: Pins, actions: list[int]) -> None:
         actions[node] |= Action.CHAIN
     for node in again.anchors:
         actions[node] |= Action.ANCHOR
+    for numerator, quotient in again.quotients.items():
+        if actions[numerator] & Action.HELD:
+            if not _is_read_in_float32(numerator, graph, pins, actions):
+                continue
+            actions[numerator] |= Action.EXACT_ON_GPU
+        actions[quotient] |= Action.DIVIDES
 
 
 def _settle_maxima(graph: Graph, pins: Pins, actions: list[int]) -> None:
@@ -317,7 +328,7 @@ def _action(
     )
     action = Action.ARGUMENT if saturates else Action.FULL
     if _runs_half(index, pins):
-        return action | Action.HALF | (0 if labels[index] else Action.EMITS_FULL)
+        return action | Action.HALF | (0 if labels[index] else _full(node, pins, half))
     sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
     if index in pins.sinks:
         exact = bool(sources) and all(sources) and moves_exactly(node, pins)
@@ -333,6 +344,18 @@ def _action(
     )
     width = _width(node, graph, pins)
     return action | Action.HALF | (width if native else width | Action.WIDE)
+
+
+def _full(node: Node, pins: Pins, half: np.dtype) -> int:
+    """Returns how a product of half operands emits a float32 result.
+
+    A weight gradient may be rounded where a float32 one costs bytes and buys little. In
+    float16 it may not: what adds up to it may be larger than float16's largest number.
+    """
+    is_gradient = node.place.backward and not node.place.recomputed
+    if pins.whole_step and is_gradient and half != np.float16:
+        return Action.EMITS_FULL | Action.HALF_ON_GPU
+    return Action.EMITS_FULL
 
 
 def _read_in_both(graph: Graph, actions: Sequence[int]) -> list[int]:

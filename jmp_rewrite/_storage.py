@@ -93,6 +93,9 @@ REMADE_ON_GPU = frozenset({"logistic"})
 # From this many kernels on, XLA:GPU stores what it could compute again in each (there,
 # 23: a norm is five; a GELU is three, where it does not).
 MANY_KERNELS = 4
+# And what is made of several stored values, read for statistics along different axes:
+# from this many kernels on (there, 32).
+SEVERAL_KERNELS = 3
 # What compilers do not fuse with its readers.
 ENDS_KERNEL = frozenset(
     {
@@ -367,6 +370,7 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
     else:
         needed |= bottlenecks(graph, pins)
+        needed |= _read_by_several(graph, anchors, stored, levels)
     for index in needed:
         if index is not None:
             stored[index] = True
@@ -444,6 +448,43 @@ def bottlenecks(graph: Graph, pins: Pins) -> frozenset[int]:
         if len(kernels) >= MANY_KERNELS:
             found.add(computed)
     return frozenset(found)
+
+
+def _read_by_several(
+    graph: Graph,
+    anchors: Sequence[int | None],
+    stored: Sequence[bool],
+    levels: Sequence[int],
+) -> set[int]:
+    """Returns what several kernels read, and is made of several stored values.
+
+    The cotangent of a norm behind a SiLU is one: made of what the next product hands
+    back and of the norm's operand, and read for the gradients of bias and scale, for
+    two statistics and for its own result. Sums along different axes are kernels of
+    their own on a GPU, and there XLA stores it: in float32, unless it is rounded.
+    """
+    consumers = graph.consumers()
+    found: set[int] = set()
+    for node in graph.nodes:
+        made = node.index
+        if anchors[made] != made or stored[made] or node.name in COSTLY:
+            continue
+        kernels: set[tuple[Any, ...]] = set()
+        seen, stack = {made}, [made]
+        while stack:
+            for reader in consumers[stack.pop()]:
+                reads = graph.nodes[reader]
+                if reads.name in REDUCTIONS and reads.eqn is not None:
+                    axes = reads.eqn.params.get("axes")
+                    kernels.add((reads.name, axes, levels[reader]))
+                elif anchors[reader] != made:
+                    kernels.add((levels[reader],))
+                elif reader not in seen:
+                    seen.add(reader)
+                    stack.append(reader)
+        if len(kernels) >= SEVERAL_KERNELS:
+            found.add(made)
+    return found
 
 
 def _innermost_loops(graph: Graph) -> list[int]:

@@ -230,6 +230,10 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
     if eqn.primitive.name in ("cpu_barrier", "reduce_precision"):
         why = "keeps XLA:CPU from folding a transpose into the product"
         return Verdict(INSERTED, why)
+    if eqn.primitive.name == "restore":
+        return Verdict(INSERTED, "some devices compute it again, others read it")
+    if eqn.primitive.name == "rounded_product":
+        return Verdict(INSERTED, "one NVIDIA GPU rounds it in the product, as by hand")
     source, target = _dtypes(eqn)
     if eqn.primitive.name == "hold":
         return Verdict(INSERTED, "keeps XLA:GPU from storing what was rounded")
