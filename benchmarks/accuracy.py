@@ -1,7 +1,7 @@
 """Errors of loss and gradients against float64, on a smaller copy of each model.
 
     PYTHONPATH=. python benchmarks/accuracy.py [--models gpt2 ...] [--modes ...]
-        [--batches 8] [--json FILE]
+        [--batches 8] [--as cuda] [--json FILE]
 
 The same float32 parameters, trained for a few steps so that none is at its special
 first value, and the same batches in every mode; the reference is the float32 model's
@@ -12,7 +12,9 @@ batch), so the geometric mean over `--batches` of the gradients' errors is shown
 with it the standard error of the ratio of ours to by hand's.
 
 It runs on the CPU. There a product of bfloat16 operands accumulates in float32, as on
-the devices; what XLA fuses is rounded as on this CPU.
+the devices; what XLA fuses is rounded as on this CPU. With `--as` what our program
+leaves to the device is as on that one: what is computed again, and which products round
+their results ("cuda", "tpu", or "TPU v5 lite").
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ import modes
 import numpy as np
 import results
 import zoo_float64
+
+from jmp_rewrite import _compat
 
 EPSILON = float(jnp.finfo(jnp.bfloat16).eps)
 STEPS = 5
@@ -103,8 +107,11 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["by_hand", "ours"],
                         choices=modes.MODES)  # fmt: skip
     parser.add_argument("--batches", type=int, default=8)
+    parser.add_argument("--as", dest="device", help="a platform, or a kind of TPU")
     parser.add_argument("--json", metavar="FILE", help="add the errors to this file")
     options = parser.parse_args()
+    if options.device:
+        _compat._is_for = lambda context, devices: options.device in devices
     rows = {}
     for model in options.models:
         rows[model] = measure(model, options.modes, options.batches)

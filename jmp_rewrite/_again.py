@@ -10,6 +10,9 @@ TPU v5e what is made of it, the operand of the next product, is computed again a
 inside the product. Other TPUs multiply faster, but do not compute `erf` faster: there
 it costs more than to read it; and `tanh` is computed twice by XLA:TPU anyway. Source:
 what was measured, `benchmarks/NOTES.md`, 28.
+
+The exponential of a softmax is not even computed again on GPUs: it is the quotient,
+which is stored for a product, times the sum (there, 33).
 """
 
 from __future__ import annotations
@@ -121,11 +124,12 @@ def computed_again(graph: Graph, pins: Pins, halves: Sequence[bool]) -> Again:
 
 
 def _quotients(graph: Graph, pins: Pins) -> dict[int, int]:
-    """Returns the exponentials that a softmax divides by their sum, and the quotients.
+    """Returns exponentials that are divided by their sum, or another small value.
 
-    A forward pass reads such an exponential twice, in the sum and in the quotient, and
-    XLA:GPU computes it twice if nothing else wants it. A derivative does; but a product
-    reads the quotient, so that is stored, and the exponential is quotient times sum.
+    With each comes the quotient: a softmax. A forward pass reads such an exponential
+    twice, in the sum and in the quotient, and XLA:GPU computes it twice if nothing else
+    wants it. A derivative does; but a product reads the quotient, so that is stored,
+    and the exponential is quotient times sum.
     """
     owners, consumers = _owners(graph), graph.consumers()
     returned = {v.node for v in graph.results}

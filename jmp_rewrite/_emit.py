@@ -328,7 +328,7 @@ class Emitter:
         if cell.quotient is not None and not cell.backward:
             quotient, divisor = cell.quotient
             half = _compat.apart(self.read_half(quotient))
-            again = _compat.convert(half, FLOAT32) * divisor.value
+            again = jax.lax.mul(_compat.convert(half, FLOAT32), divisor.value)
             stored = _compat.convert(cell.value, FLOAT32)
             cell.backward[False] = Cell(_compat.restore(stored, again, (GPU,)))
         return cell.backward[False]
