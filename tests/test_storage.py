@@ -289,6 +289,45 @@ def test_a_bias_that_few_kernels_add_is_not_rounded(kernels):
     assert devices.count(("tpu",)) == (kernels == "many")
 
 
+@pytest.mark.parametrize("statistics", ["of the batch", "of groups"])
+def test_what_several_kernels_read_is_rounded(statistics):
+    """The cotangent of a norm behind SiLU, beside one that comes from a skip.
+
+    It is read for the gradients of scale and shift, for the cotangents of mean and
+    variance, which are sums along other axes if the norm is one of groups, and for its
+    own sum with what the skip hands back.
+    """
+    rows, pixels, groups = 2, T // 2, 6
+
+    def mean(h):
+        if statistics == "of the batch":
+            return h.mean((0, 1))[None, None]
+        h = h.mean(1).reshape(rows, groups, -1).mean(-1)
+        return h.repeat(48 // groups, 1)[:, None]
+
+    def loss(params, x):
+        w, scale, shift, out, skip = params
+        y = x @ w
+        center, square = mean(y), mean(jnp.square(y))
+        h = (y - center) * lax.rsqrt(square - jnp.square(center) + 1e-5)
+        h = jax.nn.silu(h * scale[None, None] + shift[None, None])
+        return jnp.square(h @ out + y @ skip).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    w, scale, shift, out, skip = weights((D, 48), (48,), (48,), (48, D), (48, D))
+    params = [w, 1.0 + scale, shift, out, skip]
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, normal(2, T // 2, D))
+    held = [
+        maker(jaxpr, maker(jaxpr, e.invars[0]).invars[0]).primitive.name
+        for e in eqns(jaxpr, "hold")
+        if e.outvars[0].aval.shape == (rows, pixels, 48)
+    ]
+    both = ["logistic", "add_any", "add_any"]
+    assert held == (both if statistics == "of groups" else both[:2])
+
+
 def test_each_platform_reads_its_own():
     """The exact value where XLA computes it again, the stored one elsewhere."""
 
