@@ -382,6 +382,21 @@ def test_one_gpu_rounds_weight_gradients(policy, platform, devices, rounded):
     assert types.count("xf32") == 2
 
 
+def test_gradients_that_lead_to_products_are_not_rounded():
+    """Those of a first step, from which a second one starts.
+
+    What a solver's backward pass computes again of its forward pass is of that kind.
+    """
+    step, params, x = step_of(jax.nn.relu, biased=False)
+
+    def steps(params, x):
+        return step(step(params, x), x)
+
+    half = mixed_precision(steps, "mixed_bfloat16")
+    types = [t[-4:] for t in lowered_products(half, (params, x), "cuda")]
+    assert types.count("xf32") == 4 and types.count("bf16") == 2
+
+
 def test_a_rounded_product_is_mapped_and_differentiated():
     step, params, x = step_of(jax.nn.relu, biased=False)
     half = mixed_precision(step, "mixed_bfloat16")
