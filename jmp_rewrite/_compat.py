@@ -312,18 +312,13 @@ def _full_convolution_primitive() -> jex.Primitive:
         tangents = [ad.instantiate_zeros(t) for t in tangents]
         return jax.jvp(functools.partial(run, jaxpr=jaxpr), primals, tangents)
 
-    exactly = mlir.lower_fun(run, multiple_results=False)
-    on_gpu = mlir.lower_fun(rounded, multiple_results=False)
-
-    def lower(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
-        lowering = on_gpu if _is_for(ctx.module_context, (GPU,)) else exactly
-        return lowering(ctx, *operands, jaxpr=jaxpr)
-
     primitive.def_impl(jax.jit(run, static_argnames="jaxpr"))
     primitive.def_abstract_eval(lambda *operands, jaxpr: jaxpr.out_avals[0])
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batched
-    mlir.register_lowering(primitive, lower)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    on_gpu = mlir.lower_fun(rounded, multiple_results=False)
+    mlir.register_lowering(primitive, on_gpu, platform="cuda")
     return primitive
 
 
