@@ -124,12 +124,12 @@ def computed_again(graph: Graph, pins: Pins, halves: Sequence[bool]) -> Again:
 
 
 def _quotients(graph: Graph, pins: Pins) -> dict[int, int]:
-    """Returns exponentials that are divided by their sum, or another small value.
+    """Returns the exponentials that a softmax divides by their sum, and the quotients.
 
-    With each comes the quotient: a softmax. A forward pass reads such an exponential
-    twice, in the sum and in the quotient, and XLA:GPU computes it twice if nothing else
-    wants it. A derivative does; but a product reads the quotient, so that is stored,
-    and the exponential is quotient times sum.
+    A forward pass reads such an exponential twice, in the sum and in the quotient, and
+    XLA:GPU computes it twice if nothing else wants it. A derivative does; but a product
+    reads the quotient, so that is stored, and the exponential is quotient times sum.
+    Of another divisor that need not be true: it may be infinite where rows are masked.
     """
     owners, consumers = _owners(graph), graph.consumers()
     returned = {v.node for v in graph.results}
@@ -148,11 +148,21 @@ def _quotients(graph: Graph, pins: Pins) -> dict[int, int]:
         ):
             continue
         (quotient,) = divisions
-        by_small = not quotient.literals and large_inputs(quotient) == [index]
-        is_divided = by_small and quotient.inputs[0].node == index
-        if is_divided and _is_operand(quotient.index, graph, pins):
+        is_softmax = not quotient.literals and quotient.inputs[0].node == index
+        is_softmax &= _is_sum(quotient.inputs[-1].node, index, graph, pins)
+        if is_softmax and _is_operand(quotient.index, graph, pins):
             found[index] = quotient.index
     return found
+
+
+def _is_sum(node: int, of: int, graph: Graph, pins: Pins) -> bool:
+    """Tells the sum of a node's elements, whatever its shape."""
+    while node >= 0 and graph.nodes[node].name != "reduce_sum":
+        inputs = graph.nodes[node].inputs
+        if len(inputs) != 1 or not moves_exactly(graph.nodes[node], pins):
+            return False
+        node = inputs[0].node
+    return node >= 0 and graph.nodes[node].inputs[0].node == of
 
 
 def _is_operand(node: int, graph: Graph, pins: Pins) -> bool:

@@ -66,6 +66,7 @@ def build(
     is_opaque: Callable[[Any], bool] = lambda eqn: False,
     place: Place = TOP,
     by_path: bool = False,
+    by_sign: bool = False,
 ) -> Graph:
     """Builds the graph of a closed jaxpr.
 
@@ -74,8 +75,10 @@ def build(
       is_opaque: tells which equations that hold jaxprs are to be left alone.
       place: where the program stands.
       by_path: whether a body that is used often is analysed anew in each scope.
+      by_sign: whether `x > 0` may be asked of `max(x, 0)`, that is, whether no positive
+        number is rounded to 0.
     """
-    builder = Builder(closed, is_opaque, by_path)
+    builder = Builder(closed, is_opaque, by_path, by_sign)
     jaxpr = _compat.open_jaxpr(closed)
     consts = builder.constants(jaxpr.constvars, _compat.constants(closed))
     arguments = [Value(v.aval, argument=i) for i, v in enumerate(jaxpr.invars)]
@@ -95,7 +98,11 @@ class Builder:
     """Walks the program once and collects nodes."""
 
     def __init__(
-        self, closed: Any, is_opaque: Callable[[Any], bool], by_path: bool
+        self,
+        closed: Any,
+        is_opaque: Callable[[Any], bool],
+        by_path: bool,
+        by_sign: bool,
     ) -> None:
         self.nodes: list[Node] = []
         self.loops: list[Loop] = []
@@ -105,6 +112,7 @@ class Builder:
         self.tokens = itertools.count()
         self._is_opaque = is_opaque
         self._by_path = by_path
+        self._by_sign = by_sign
         self._often = _shared_jaxprs(closed)
         self._bits: dict[Any, int] = {}
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
@@ -146,53 +154,41 @@ class Builder:
             )
             if value is not None
         }
-        rectified: dict[int, Any] = {}
+        rectified: dict[Any, Any] = {}
         for index, eqn in enumerate(body.eqns):
-            instead = self._asks_sign(eqn, env, rectified)
-            if instead is not None:
-                instance.instead[index] = instead
-                operand, var = instead
-                env_of_eqn = {operand: env[var]}
-                self._equation(instance, index, eqn, env_of_eqn, place, trips)
-                continue
-            self._equation(instance, index, eqn, env, place, trips)
-            for var in eqn.outvars:
-                source = self._rectifies(env.get(var))
-                if source is not None:
-                    rectified.setdefault(source, var)
+            instead = _asks_sign(eqn, rectified)
+            if instead is None:
+                self._equation(instance, index, eqn, env, place, trips)
+            else:
+                operand, var = instance.instead[index] = instead
+                reads = {operand: env[var]}
+                self._equation(instance, index, eqn, reads, place, trips)
+            if self._by_sign:
+                self._note_rectified(eqn, env, rectified)
         return instance, [_read(env, v) for v in body.outvars]
 
-    def _rectifies(self, value: Value | None) -> int | None:
-        """Returns the node `x` if a value is `max(x, 0)`."""
-        if value is None or value.node < 0:
-            return None
-        node = self.nodes[value.node]
-        if node.name != "max" or list(node.literals.values()) != [0.0]:
-            return None
-        operands = [v for v in node.inputs if v.constant is None]
-        return operands[0].node if len(operands) == 1 else None
+    def _note_rectified(
+        self, eqn: Any, env: dict[Any, Value], rectified: dict[Any, Any]
+    ) -> None:
+        """Notes which results are `max(x, 0)` of a variable that the equation reads.
 
-    @staticmethod
-    def _asks_sign(
-        eqn: Any, env: dict[Any, Value], rectified: dict[int, Any]
-    ) -> tuple[Any, Any] | None:
-        """Returns the operand `x` of `x > 0`, and a variable that holds `max(x, 0)`.
-
-        The derivative of a rectifier asks for the sign of its argument. Its result
-        tells it as well, and is stored in any case if a product reads it: then the
-        argument need not be.
+        An equation that holds a jaxpr makes one as well (`jax.nn.relu` is two calls):
+        what it passes in is the same value inside.
         """
-        position = _ASKS_SIGN.get(eqn.primitive.name)
-        if position is None or not rectified:
-            return None
-        operand, other = eqn.invars[position], eqn.invars[1 - position]
-        if hasattr(operand, "val") or not hasattr(other, "val"):
-            return None
-        value = env.get(operand)
-        if value is None or np.ndim(other.val) or other.val != 0:
-            return None
-        var = rectified.get(value.node)
-        return None if var is None else (operand, var)
+        for var in eqn.outvars:
+            value = env.get(var)
+            if value is None or value.node < 0:
+                continue
+            node = self.nodes[value.node]
+            if node.name != "max" or list(node.literals.values()) != [0.0]:
+                continue
+            for atom in eqn.invars:
+                source = None if hasattr(atom, "val") else env.get(atom)
+                if source is None or source.constant is not None:
+                    continue
+                is_operand = any(source is v for v in node.inputs)
+                if is_operand and source.aval.shape == value.aval.shape:
+                    rectified.setdefault(atom, var)
 
     def _equation(
         self,
@@ -323,6 +319,25 @@ class Builder:
         index = len(self.nodes)
         self.nodes.append(Node(index, name, eqn, place, inputs, avals, literals, trips))
         return index
+
+
+def _asks_sign(eqn: Any, rectified: dict[Any, Any]) -> tuple[Any, Any] | None:
+    """Returns the operand `x` of `x > 0`, and a variable that holds `max(x, 0)`.
+
+    The derivative of a rectifier asks for the sign of its argument. Its result tells it
+    as well, and is stored in any case if a product reads it: then the argument need not
+    be.
+    """
+    position = _ASKS_SIGN.get(eqn.primitive.name)
+    if position is None or not rectified:
+        return None
+    operand, other = eqn.invars[position], eqn.invars[1 - position]
+    if hasattr(operand, "val") or not hasattr(other, "val"):
+        return None
+    var = rectified.get(operand)
+    if var is None or np.ndim(other.val) or other.val != 0:
+        return None
+    return operand, var
 
 
 def _mixes(eqn: Any) -> bool:

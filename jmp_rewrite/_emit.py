@@ -165,8 +165,9 @@ class Emitter:
         if action & (Action.CHAIN | Action.ANCHOR):
             cells[0].origin = Origin(action, eqn, env)
         if action & Action.DIVIDES:
-            numerator, divisor = (env[v] for v in eqn.invars)
-            numerator.quotient = (cells[0], divisor)
+            numerator, divisor = eqn.invars
+            by = Cell(self.read_full(env[divisor], divisor.aval))
+            env[numerator].quotient = (cells[0], by)
         return cells
 
     def _emit(

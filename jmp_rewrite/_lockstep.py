@@ -178,10 +178,11 @@ class Lockstep(Emitter):
         )
         if isinstance(cells, list):
             cells.clear()  # nothing but `env` keeps them from being freed
+        reads = [instance.operands(i, e) for i, e in enumerate(body.eqns)]
         for index, (eqn, dead) in enumerate(
-            zip(body.eqns, last_uses(body), strict=True)
+            zip(body.eqns, last_uses(body, reads), strict=True)
         ):
-            operands = [_read(env, v) for v in eqn.invars]
+            operands = [_read(env, v) for v in reads[index]]
             for var in dead:
                 env.pop(var, None)
             self.at(eqn)
@@ -231,7 +232,7 @@ class Lockstep(Emitter):
         self, instance: Instance, index: int, eqn: Any, operands: list[Pair]
     ) -> list[Cell]:
         """Runs an equation that holds nothing."""
-        pairs = zip(eqn.invars, operands, strict=True)
+        pairs = zip(instance.operands(index, eqn), operands, strict=True)
         env = {v: p for v, p in pairs if not hasattr(v, "val")}
         outs = self._equation(instance, index, eqn, env)  # type: ignore[arg-type]
         if eqn.primitive.name in LANES:

@@ -509,7 +509,9 @@ def _decide(
     def is_opaque(eqn: Any) -> bool:
         return table.get(eqn.primitive.name) is Category.DENY
 
-    graph = _build.build(closed, is_opaque, place, bool(policy.scopes))
+    # bfloat16 has float32's range: it rounds no positive number to 0.
+    by_sign = policy.compute_dtype != np.float16
+    graph = _build.build(closed, is_opaque, place, bool(policy.scopes), by_sign)
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
     pins = _pin.pin(graph, policy, overrides, differentiated)
     _log_opaque(_pin.left_alone(graph, pins))
