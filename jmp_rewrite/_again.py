@@ -23,8 +23,7 @@ from typing import NamedTuple
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
 from jmp_rewrite._pin import Pins
-from jmp_rewrite._rules import Category
-from jmp_rewrite._storage import large_inputs, moves_exactly
+from jmp_rewrite._storage import large_inputs, moves_exactly, reads_half
 
 # What is computed again, and where.
 _BOTH = frozenset({GPU, TPU_V5E})
@@ -150,7 +149,8 @@ def _quotients(graph: Graph, pins: Pins) -> dict[int, int]:
         (quotient,) = divisions
         is_softmax = not quotient.literals and quotient.inputs[0].node == index
         is_softmax &= _is_sum(quotient.inputs[-1].node, index, graph, pins)
-        if is_softmax and _is_operand(quotient.index, graph, pins):
+        is_stored = any(reads_half(r, pins) for r in consumers[quotient.index])
+        if is_softmax and is_stored:
             found[index] = quotient.index
     return found
 
@@ -163,14 +163,6 @@ def _is_sum(node: int, of: int, graph: Graph, pins: Pins) -> bool:
             return False
         node = inputs[0].node
     return node >= 0 and graph.nodes[node].inputs[0].node == of
-
-
-def _is_operand(node: int, graph: Graph, pins: Pins) -> bool:
-    """Tells what a product reads in half."""
-    return any(
-        pins.categories[r] is Category.ALLOW and pins.full[r] is None
-        for r in graph.consumers()[node]
-    )
 
 
 def _made_of(

@@ -21,6 +21,7 @@ from jmp_rewrite._storage import (
     REMADE_ON_GPU,
     bottlenecks,
     moves_exactly,
+    reads_half,
     storage,
 )
 
@@ -191,7 +192,7 @@ def products(graph: Graph, pins: Pins) -> list[bool]:
     again, as a program of its own; where both round the same values, whatever else the
     programs hold, a solver accepts the same steps in both.
     """
-    return [_runs_half(n, pins) for n in range(len(graph.nodes))]
+    return [reads_half(n, pins) for n in range(len(graph.nodes))]
 
 
 def make_plan(
@@ -249,17 +250,13 @@ def _settle_maxima(graph: Graph, pins: Pins, actions: list[int]) -> None:
     for node in graph.nodes:
         if node.name == "reduce_max" and _reads_full(actions[node.index]):
             (source,) = [v.node for v in node.inputs] or [-1]
-            if source >= 0 and _runs_half(source, pins) and _is_half(actions[source]):
+            if source >= 0 and reads_half(source, pins) and _is_half(actions[source]):
                 actions[node.index] |= Action.SETTLES
 
 
 def _is_half(action: int) -> bool:
     """Tells whether a node that is emitted so has half results."""
     return bool(action & Action.HALF) and not action & Action.EMITS_FULL
-
-
-def _runs_half(node: int, pins: Pins) -> bool:
-    return pins.categories[node] is Category.ALLOW and pins.full[node] is None
 
 
 def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
@@ -330,7 +327,7 @@ def _action(
         half == np.float16 or index in pins.out_of_range
     )
     action = Action.ARGUMENT if saturates else Action.FULL
-    if _runs_half(index, pins):
+    if reads_half(index, pins):
         return action | Action.HALF | (0 if labels[index] else Action.EMITS_FULL)
     sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
     if index in pins.sinks:
@@ -356,7 +353,7 @@ def _last_gradients(graph: Graph, pins: Pins) -> set[int]:
     of its states, lead to the products of its next step: rounded, a neural ODE's
     gradients were off by 10.6 epsilons in place of 0.8.
     """
-    products = [n.index for n in graph.nodes if _runs_half(n.index, pins)]
+    products = [n.index for n in graph.nodes if reads_half(n.index, pins)]
     leads = _state.leads_to_product(products, graph.predecessors(), lambda n: False)
     places = ((n, graph.nodes[n].place) for n in products if n not in leads)
     return {n for n, place in places if place.backward and not place.recomputed}
@@ -387,7 +384,7 @@ def _is_read_in_float32(
     one would equal none of what it is compared with.
     """
     readers = graph.consumers()[node]
-    return all(_runs_half(r, pins) or _reads_full(actions[r]) for r in readers)
+    return all(reads_half(r, pins) or _reads_full(actions[r]) for r in readers)
 
 
 def _width(node: Node, graph: Graph, pins: Pins) -> int:

@@ -220,7 +220,7 @@ def _prepared_for_loops(graph: Graph, pins: Pins, made: set[int]) -> set[int]:
     bodies = [frozenset(x.nodes) for x in graph.loops]
     for node in reversed(graph.nodes):
         index, loop = node.index, loops[node.index]
-        reads_full = not _reads_half(index, pins)
+        reads_full = not reads_half(index, pins)
         if node.name == "carry_in":
             reads_full = not pins.may_round(index)
         for source in _sources(node):
@@ -287,7 +287,7 @@ def _price(avals: Sequence[Any], trips: int) -> int:
 def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) -> int:
     """Returns the bytes that a half result of a node saves."""
     readers = graph.consumers()[node.index]
-    products = [r for r in readers if _reads_half(r, pins)]
+    products = [r for r in readers if reads_half(r, pins)]
     half = full = 0
     if stored or 0 < len(products) < len(readers):
         half, full = HALF_BYTES, FLOAT32_BYTES
@@ -298,7 +298,8 @@ def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) 
     return (full - half) * elements(node.avals) * node.trips
 
 
-def _reads_half(node: int, pins: Pins) -> bool:
+def reads_half(node: int, pins: Pins) -> bool:
+    """Tells a product of half operands."""
     return pins.categories[node] is Category.ALLOW and pins.full[node] is None
 
 
@@ -311,7 +312,7 @@ def _read_alone(graph: Graph, pins: Pins, others: set[int]) -> set[int]:
         readers = consumers[node.index]
         if readers and node.index not in returned:
             if all(
-                _reads_half(r, pins)
+                reads_half(r, pins)
                 or r in others
                 or (r in found and moves_exactly(graph.nodes[r], pins))
                 for r in readers

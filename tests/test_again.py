@@ -265,6 +265,12 @@ def test_an_exponential_is_made_of_the_quotient_that_is_stored():
     assert made[rounded.invars[0]].invars[1] is again.invars[1]  # the sum
 
 
+def masked_rows(h):
+    """0 times an infinite divisor would be no exponential."""
+    e = jnp.exp(h)
+    return e / jnp.where(h[:, :1] > 0, e.sum(-1, keepdims=True), jnp.inf)
+
+
 @pytest.mark.parametrize(
     "activation",
     [
@@ -273,7 +279,7 @@ def test_an_exponential_is_made_of_the_quotient_that_is_stored():
         lambda h: jnp.exp(h) / jnp.square(h),  # a divisor as large as itself
         lambda h: jnp.exp(h) / jnp.exp(h).max(-1, keepdims=True),
         lambda h: jnp.exp(h) / jnp.exp(2 * h).sum(-1, keepdims=True),
-        lambda h: jnp.exp(h) / jnp.maximum(jnp.exp(h).sum(-1, keepdims=True), 1e-6),
+        masked_rows,
         lambda h: jnp.exp(h) / (h @ h.T).sum(-1, keepdims=True),
         lambda h: jnp.exp(h) / (h @ jnp.ones((F, 1))),
         lambda h: jnp.sin(jax.nn.softmax(h)),  # no product reads the quotient
@@ -395,6 +401,19 @@ def test_a_sign_is_of_the_same_value(fun):
             assert (a == b).all()
         else:
             assert relative_error(a, b) < 8 * EPS["mixed_bfloat16"]
+
+
+def test_a_small_number_keeps_its_sign_in_float16():
+    """Rounded to float16 it would be 0, and the square root NaN."""
+
+    def fun(w, x):
+        h = 1e-6 * (x @ w)
+        s = h + jnp.flip(h, 0)
+        return jnp.maximum(s, 0.0) @ w, jnp.where(s <= 0, jnp.sqrt(1e-20 - s), s)
+
+    (w,) = weights((D, D))
+    _, roots = jax.jit(mixed_precision(fun, "mixed_float16"))(w, normal(T, D))
+    assert jnp.isfinite(roots).all()
 
 
 def test_diagnose_reads_signs_as_the_rewritten_program_does():
