@@ -44,6 +44,9 @@ BOOKKEEPING = frozenset(
 # These run other computations, whose kernels are counted in their place.
 RUNS = frozenset({"call", "conditional", "while"})
 
+# What stands between the parentheses of these may be a number.
+NUMBERED = frozenset({"constant", "parameter"})
+
 # These change a part of their first operand in place; the part is this operand.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
@@ -114,7 +117,7 @@ class Instruction:
     operands: list[str]
     attributes: str
     root: bool
-    number: int = -1  # of a parameter
+    number: int = -1  # of a parameter; the value of an integer constant
 
     @functools.cached_property
     def called(self) -> list[str]:
@@ -129,12 +132,6 @@ class Instruction:
         """The computation of a fusion."""
         found = re.search(r"calls=%?([\w.\-]+)", self.attributes)
         return found[1] if found else None
-
-    @property
-    def trips(self) -> int:
-        """How often a loop runs its body; 1 where that is not known."""
-        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
-        return int(found[1]) if found else 1
 
     @property
     def cycles(self) -> int:
@@ -178,7 +175,7 @@ class Module:
         for i in self.computations[computation].values():
             if i.opcode in RUNS:
                 for name in i.called:
-                    yield from self._walk(name, times * i.trips)
+                    yield from self._walk(name, times * self.trips(i))
             elif i.opcode == "async-start":
                 for name in i.called:
                     yield from self._walk(name, times)
@@ -189,6 +186,33 @@ class Module:
             elif i.cycles:  # the estimate stands on the start, the result on the done
                 bare = dataclasses.replace(i, arrays=[])
                 yield Kernel(bare, times)
+
+    def trips(self, i: Instruction) -> int:
+        """How often a loop runs its body; 1 where that is not known.
+
+        The compiler for GPUs writes it down. Of the compiler for TPUs the condition is
+        read: a counter, which `lax.scan` starts at 0, is compared with a constant.
+        """
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
+        if known:
+            return int(known[1])
+        condition = re.search(r"condition=%?([\w.\-]+)", i.attributes)
+        if i.opcode != "while" or condition is None:
+            return 1
+        inside = self.computations[condition[1]]
+        root = next(x for x in inside.values() if x.root)
+        if root.opcode == "fusion" and root.fused in self.computations:
+            outside, operands = inside, root.operands
+            inside = dict(self.computations[root.fused])
+            for name, x in inside.items():
+                if x.opcode == "parameter":
+                    inside[name] = outside[operands[x.number]]
+            root = next(x for x in inside.values() if x.root)
+        if root.opcode != "compare" or "direction=LT" not in root.attributes:
+            return 1
+        counter, limit = (inside[o] for o in root.operands)
+        counts = counter.opcode == "get-tuple-element" and limit.opcode == "constant"
+        return max(limit.number, 1) if counts else 1
 
     def written(self, i: Instruction) -> list[Array]:
         """What a kernel writes: of an update in place the updates alone."""
@@ -357,7 +381,7 @@ def _instruction(line: str) -> Instruction | None:
         _NAME.findall(inside),
         rest[closing + 1 :],
         bool(head[1]),
-        int(inside) if opcode == "parameter" else -1,
+        int(inside) if opcode in NUMBERED and inside.isdecimal() else -1,
     )
 
 

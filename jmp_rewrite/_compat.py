@@ -60,19 +60,20 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def scan_params(params: dict[str, Any], jaxpr: Any, extra: int) -> dict[str, Any]:
-    """Returns `scan` parameters for a body with `extra` more leading constants."""
+def scan_params(
+    params: dict[str, Any], jaxpr: Any, consts: int, carries: int
+) -> dict[str, Any]:
+    """Returns `scan` parameters for a body with so many constants and carries."""
     new = dict(params, jaxpr=jaxpr)
-    if not extra:
-        return new
     if "num_carry" in params:  # JAX < 0.11
-        new["num_consts"] = params["num_consts"] + extra
-        return new
+        return dict(new, num_consts=consts, num_carry=carries)
     # JAX >= 0.11 keeps the arguments' structure in a private tree type.
     trees = importlib.import_module(type(params["ft_in"]).__module__)
     pack = getattr(trees, "pack", None) or trees.FlatTree.pack
-    consts, carry, xs = params["ft_in"].unpack()
-    new["ft_in"] = pack((_nones(trees, len(consts) + extra), carry, xs))
+    xs = len(jaxpr.in_avals) - consts - carries
+    new["ft_in"] = pack(tuple(_nones(trees, n) for n in (consts, carries, xs)))
+    ys = len(jaxpr.out_avals) - carries
+    new["ft_out"] = pack(tuple(_nones(trees, n) for n in (carries, ys)))
     return new
 
 

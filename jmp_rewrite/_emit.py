@@ -6,7 +6,7 @@ a value for each variable: what was computed, and its cast copies once somebody 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from jmp_rewrite._demand import AS_HALF, Demand
 from jmp_rewrite._graph import FLOAT32, Inner, Instance
 from jmp_rewrite._plan import Action, Plan
 from jmp_rewrite._rules import Category
+from jmp_rewrite._unstacked import Chain, Rest
 
 
 class Cell:
@@ -36,12 +37,14 @@ class Cell:
       apart: its value behind a barrier, from which others are computed again.
       backward: (whether in half) -> the cell that a backward pass reads.
       quotient: (quotient, divisor), if a backward pass computes it again from these.
+      base: the stack that it is computed again from, slice by slice; it has no value.
     """
 
     __slots__ = (
         "again",
         "apart",
         "backward",
+        "base",
         "exact",
         "full",
         "half",
@@ -64,6 +67,7 @@ class Cell:
         self.apart: Cell | None = None
         self.backward: dict[bool, Cell] = {}
         self.quotient: tuple[Cell, Cell] | None = None
+        self.base: Cell | None = None
 
 
 class Origin(NamedTuple):
@@ -79,6 +83,9 @@ class Origin(NamedTuple):
     eqn: Any
     operands: dict[Any, Cell]
 
+
+# A body of which nothing is left out.
+WHOLE = Rest()
 
 # Emits an equation that holds jaxprs, from its operands' cells.
 Handler = Callable[["Emitter", Any, Inner, list[Cell]], list[Cell]]
@@ -133,14 +140,28 @@ class Emitter:
 
     def evaluate(self, instance: Instance, cells: Sequence[Cell]) -> list[Cell]:
         """Emits the equations of one use of a jaxpr; returns its results."""
+        return self._evaluate(instance, cells, WHOLE)
+
+    def _evaluate(
+        self, instance: Instance, cells: Sequence[Cell], rest: Rest
+    ) -> list[Cell]:
+        """Emits what is left of it, and returns what is stacked at the end."""
         body = _compat.open_jaxpr(instance.jaxpr)
         env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
+        own = [i for i in enumerate(body.eqns) if i[0] not in rest.sums.equations]
+        self.equations(instance, own, env)
+        outvars = (*rest.kept(body.outvars), *rest.sums.stacks)
+        return [cell_of(env, v) for v in outvars]
+
+    def equations(
+        self, instance: Instance, eqns: Iterable[tuple[int, Any]], env: dict[Any, Cell]
+    ) -> None:
+        """Emits equations of one use of a jaxpr, given with their indices in there."""
         outer = _compat.current_name_stack()
-        for index, eqn in enumerate(body.eqns):
+        for index, eqn in eqns:
             with _compat.user_context(eqn, outer), eqn.ctx.manager:
                 outs = self._equation(instance, index, eqn, env)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [cell_of(env, v) for v in body.outvars]
 
     def _equation(
         self, instance: Instance, index: int, eqn: Any, env: dict[Any, Cell]
@@ -354,6 +375,17 @@ class Emitter:
             return Cell(self._computed_again(cell))
         return cell
 
+    def computed(self, chain: Chain, base: Cell) -> Any:
+        """Computes what is not stacked from a slice of a stack, in float32."""
+        env = {chain.source: Cell(self.read_full(base, chain.source.aval))}
+        outer = _compat.current_name_stack()
+        for eqn in chain.equations:
+            with _compat.user_context(eqn, outer), eqn.ctx.manager:
+                values = [cell_of(env, v).value for v in eqn.invars]
+                (value,) = _compat.bind(eqn, values, eqn.params)
+            env[eqn.outvars[0]] = Cell(value)
+        return env[chain.target].value
+
     # ---- jaxprs inside
 
     def _joints_are_half(self, inner: Inner) -> bool:
@@ -389,26 +421,33 @@ class Emitter:
         saturate: Sequence[bool],
         joints: Sequence[int | None] | None = None,
         halves: Sequence[tuple[int, Any]] = (),
+        rest: Rest = WHOLE,
     ) -> Any:
         """Returns the rewritten jaxpr of one use.
 
         Args:
           instance: the use.
-          values: what is passed, for its dtypes.
+          values: what is passed, for its dtypes; None for what is not passed.
           avals: the types of the body's parameters in the original program.
           saturate: which parameters saturate when they are rounded.
           joints: the carries, stacks or joins that the results have to agree with;
             None for a result that is no float32, or that nothing is to agree with.
           halves: (parameter, type) of half copies that are passed in front.
+          rest: what is left of it; what is stacked for products behind the loop is
+            returned at the end, in half.
         """
         dtypes = tuple(getattr(v, "dtype", None) for v in values)
         positions = tuple(p for p, _ in halves)
         out = None if joints is None else tuple(map(self.joint_dtype, joints))
-        key = (self._key(instance), dtypes, tuple(saturate), out, positions)
+        passed = tuple(i for i, v in enumerate(values) if v is not None)
+        saturates = tuple(saturate)
+        key = (self._key(instance), dtypes, saturates, out, positions, rest.key)
         if key not in self._jaxprs:
             types = [h for _, h in halves]
-            types += [_retyped(a, d) for a, d in zip(avals, dtypes, strict=True)]
-            fun = self._body_function(instance, saturate, joints, positions)
+            types += [_retyped(avals[i], dtypes[i]) for i in passed]
+            fun = self._body_function(
+                instance, saturate, joints, positions, passed, rest
+            )
             self._jaxprs[key] = jax.make_jaxpr(fun)(*types)
         return self._jaxprs[key]
 
@@ -418,23 +457,30 @@ class Emitter:
         saturate: Sequence[bool],
         joints: Sequence[int | None] | None,
         positions: Sequence[int],
+        passed: Sequence[int],
+        rest: Rest,
     ) -> Callable[..., list[Any]]:
-        outvars = _compat.open_jaxpr(instance.jaxpr).outvars
+        outvars = rest.kept(_compat.open_jaxpr(instance.jaxpr).outvars)
 
         def body(*values: Any) -> list[Any]:
             halves = dict(zip(positions, values[: len(positions)], strict=True))
-            cells = [Cell(c) for c in _compat.constants(instance.jaxpr)]
-            for i, (x, s) in enumerate(
-                zip(values[len(positions) :], saturate, strict=True)
-            ):
-                cells.append(Cell(x, s, halves.get(i)))
-            results = self.evaluate(instance, cells)
+            consts = [Cell(c) for c in _compat.constants(instance.jaxpr)]
+            given = dict(zip(passed, values[len(positions) :], strict=True))
+            cells = [
+                Cell(given.get(i), s, halves.get(i)) for i, s in enumerate(saturate)
+            ]
+            slices = {c.base: cells[c.base] for c in rest.computed.values()}
+            for i, chain in rest.computed.items():
+                cells[i] = Cell(self.computed(chain, slices[chain.base]))
+            results = self._evaluate(instance, consts + cells, rest)
             if joints is None:
                 return [c.value for c in results]
-            return [
+            count = len(outvars)
+            returned = [
                 c.value if node is None else self.to_joint(c, node, v.aval)
-                for c, node, v in zip(results, joints, outvars, strict=True)
+                for c, node, v in zip(results[:count], joints, outvars, strict=True)
             ]
+            return returned + [self.read_half(c) for c in results[count:]]
 
         return body
 

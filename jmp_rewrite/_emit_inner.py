@@ -15,7 +15,8 @@ import jax
 from jmp_rewrite import _compat
 from jmp_rewrite._demand import AS_FULL, AS_HALF
 from jmp_rewrite._derivatives import custom_jvp, custom_vjp, custom_vmap
-from jmp_rewrite._emit import Cell, Emitter, Handler
+from jmp_rewrite._emit import WHOLE, Cell, Emitter, Handler
+from jmp_rewrite._emit_sums import behind
 from jmp_rewrite._graph import FLOAT32, Inner
 from jmp_rewrite._holders import CALLS
 
@@ -68,11 +69,19 @@ def shard_map(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cel
 def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
     (body,) = inner.bodies
     demands = e.demand.of(body)
+    rest = e.plan.rests.get(body, WHOLE)
     num_consts, num_carry = _compat.scan_split(eqn.params)
     first = num_consts + num_carry
     avals = [v.aval for v in _compat.open_jaxpr(body.jaxpr).invars]
-    values, halves = [], []
+    values: list[Any] = []
+    halves: list[tuple[int, Any]] = []
     for i, (cell, demand) in enumerate(zip(cells, demands, strict=True)):
+        if i - num_consts in rest.sums.carries:
+            values.append(None)
+            continue
+        if cell.base is not None:  # it is computed again
+            values.append(cell.base.value if rest.computed[i].base == i else None)
+            continue
         if num_consts <= i < first:
             node = inner.carry_in[i - num_consts]
             values.append(e.to_joint(cell, node, avals[i]))
@@ -84,18 +93,28 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         both = demand == AS_HALF | AS_FULL and e.plan.shared
         if i < num_consts and both and cell.value.dtype == FLOAT32:
             halves.append((i, e.read_half(cell)))
-    types = [(i, jax.typeof(x)) for i, x in halves]
     closed = e.body(
         body,
         values,
         avals,
         [c.saturate for c in cells],
-        [*inner.carry_in, *inner.stacks],
-        types,
+        rest.kept([*inner.carry_in, *inner.stacks]),
+        [(i, jax.typeof(x)) for i, x in halves],
+        rest,
     )
-    params = _compat.scan_params(eqn.params, closed, len(halves))
-    outs = _compat.bind(eqn, [*(x for _, x in halves), *values], params)
-    return [Cell(x) for x in outs]
+    params = _compat.scan_params(
+        eqn.params, closed, num_consts + len(halves), num_carry - len(rest.sums.carries)
+    )
+    passed = [*(x for _, x in halves), *(v for v in values if v is not None)]
+    outs = (Cell(x) for x in _compat.bind(eqn, passed, params))
+    count = len(eqn.outvars)
+    results = {i: next(outs) for i in rest.kept(range(count))}
+    if rest.sums.equations:
+        results.update(behind(e, inner, rest.sums, cells, list(outs)))
+    for i, chain in rest.left_out.items():
+        results[i] = Cell(None)
+        results[i].base = results[chain.base]
+    return [results[i] for i in range(count)]
 
 
 def while_(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:

@@ -18,7 +18,7 @@ from jax import lax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._distance import Measured
-from jmp_rewrite._emit import Cell
+from jmp_rewrite._emit import WHOLE, Cell
 from jmp_rewrite._graph import Inner
 from jmp_rewrite._lockstep import Lockstep
 from jmp_rewrite._lockstep_rows import Frame
@@ -50,8 +50,9 @@ def scan(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
     first = num_consts + num_carry
     demands = e.demand.of(body)
     consts = cast_outside(e, pairs[:num_consts], demands)
-    rest = zip(pairs[first:], demands[first:], strict=True)
-    xs = [passed(e, p, d) for p, d in rest]
+    stacks = zip(pairs[first:], demands[first:], strict=True)
+    xs = [passed(e, p, d) for p, d in stacks]
+    rest = e.plan.rests.get(body, WHOLE)
     carry = Carry(e, inner, eqn.outvars[:num_carry])
     start = carry.start(pairs[num_consts:first])
     avals = [v.aval for v in _compat.open_jaxpr(body.jaxpr).outvars[num_carry:]]
@@ -62,11 +63,15 @@ def scan(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
         own = [*constants(body), *(c.copy() for c in consts)]
         outs = e.evaluate(body, [*own, *carry.enter(states), *sliced])
         e.at(eqn)
-        made = zip(outs[num_carry:], inner.stacks, avals, strict=True)
-        return carry.leave(outs[:num_carry]), [
+        made = [
             pair_of(c) if node is None else joint(e, c, node, aval)
-            for c, node, aval in made
+            for c, node, aval in zip(outs[num_carry:], inner.stacks, avals, strict=True)
         ]
+        for position, chain in rest.left_out.items():  # what reads it computes it again
+            pair = made[position - num_carry]
+            value = e.computed(chain, made[chain.base - num_carry])
+            made[position - num_carry] = pair.like(value, pair.reference)
+        return carry.leave(outs[:num_carry]), made
 
     few = 0 < eqn.params["length"] <= _FEW
     run = _few if few and not is_traced((start, [p.arrays() for p in xs])) else _many

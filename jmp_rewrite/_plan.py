@@ -12,7 +12,7 @@ import numpy as np
 from jmp_rewrite import _place, _rules, _state
 from jmp_rewrite._again import computed_again
 from jmp_rewrite._compat import GPU, TPU_V5E
-from jmp_rewrite._graph import Graph, Node
+from jmp_rewrite._graph import Graph, Instance, Node
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category
 from jmp_rewrite._scopes import Place
@@ -24,6 +24,8 @@ from jmp_rewrite._storage import (
     reads_half,
     storage,
 )
+from jmp_rewrite._sums import NO_SUMS, sums_behind_loops
+from jmp_rewrite._unstacked import Rest, computed_again_in_loops
 
 
 class Action:
@@ -133,6 +135,7 @@ class Plan:
         which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
+      rests: what is left of a scan's body, if that is not all of it.
     """
 
     graph: Graph
@@ -141,6 +144,7 @@ class Plan:
     actions: list[int]
     shared: bool
     nested: Callable[[Any, Place], Plan]
+    rests: dict[Instance, Rest] = dataclasses.field(default_factory=dict)
 
     @property
     def rewrites(self) -> bool:
@@ -224,7 +228,10 @@ def make_plan(
     if pins.whole_step and placement is cheapest:
         _compute_again(graph, pins, actions)
         _settle_maxima(graph, pins, actions)
-    return Plan(graph, pins, half, actions, pins.whole_step, nested)
+    plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
+    if pins.whole_step and placement is cheapest:
+        plan.rests = _rests(graph, pins, actions)
+    return plan
 
 
 def _compute_again(graph: Graph, pins: Pins, actions: list[int]) -> None:
@@ -243,6 +250,21 @@ def _compute_again(graph: Graph, pins: Pins, actions: list[int]) -> None:
                 continue
             actions[numerator] |= Action.EXACT_ON_GPU
         actions[quotient] |= Action.DIVIDES
+
+
+def _rests(graph: Graph, pins: Pins, actions: Sequence[int]) -> dict[Instance, Rest]:
+    """Returns what is left of the bodies of scans."""
+    sums = sums_behind_loops(graph, pins, [_is_half(a) for a in actions])
+    halves = [bool(a & Action.HALF) for a in actions]
+    again = computed_again_in_loops(graph, halves, sums)
+    return {
+        body: Rest(
+            sums.get(body, NO_SUMS),
+            again.left_out.get(body, {}),
+            again.computed.get(body, {}),
+        )
+        for body in {*sums, *again.left_out, *again.computed}
+    }
 
 
 def _settle_maxima(graph: Graph, pins: Pins, actions: list[int]) -> None:

@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, Inner, Instance
 from jmp_rewrite._holders import held_jaxprs, held_parameters
-from jmp_rewrite._measure import HALVES
+from jmp_rewrite._measure import CASTS, HALVES
 from jmp_rewrite._plan import Plan
 from jmp_rewrite._provenance import Emitted, Origin
 from jmp_rewrite._reasons import (
@@ -79,7 +79,11 @@ class _Walk:
         origins = self._origins.get(body)
         if origins is None:
             if not _alike(body, _compat.open_jaxpr(use.jaxpr)):
-                self._unknown(jaxpr, _Step(use, -1, None, place, caller), _AS_IT_WAS)
+                self._unknown(
+                    jaxpr,
+                    _Step(use, -1, None, place, caller, self._trips[use]),
+                    _AS_IT_WAS,
+                )
                 return
             origins = [(i,) for i in range(len(body.eqns))]
         steps = [self._step(o, use, place, caller) for o in origins]
@@ -93,14 +97,19 @@ class _Walk:
     def _step(
         self, origin: Origin, use: Instance, place: Place, caller: Caller | None
     ) -> _Step:
-        """Finds the original equation, through calls that were dissolved."""
-        step = _Step(use, -1, None, place, caller)
+        """Finds the original equation.
+
+        It stands in another jaxpr if a call was dissolved, or behind the loop that it
+        stood in.
+        """
+        trips = self._trips[use]
+        step = _Step(use, -1, None, place, caller, trips)
         for index in origin:
             if step.eqn is not None:  # a call
                 (use,) = step.use.inner[step.position].bodies
                 caller = Caller(step.eqn, step.caller)
             eqn = _compat.open_jaxpr(use.jaxpr).eqns[index]
-            step = _Step(use, index, eqn, _inside(eqn, step.place), caller)
+            step = _Step(use, index, eqn, _inside(eqn, step.place), caller, trips)
         return step
 
     def _made(
@@ -130,7 +139,7 @@ class _Walk:
         if inner is not None:
             self._call(eqn, step, inner)
         elif held_parameters(eqn.primitive.name):
-            self._untouched(eqn, step, self._trips[step.use])
+            self._untouched(eqn, step, step.trips)
         elif isinstance(entry, tuple):
             verdict = Verdict(CLEAR, "each operand keeps its own dtype")
             self._draft(eqn, step, verdict=verdict)
@@ -167,7 +176,7 @@ class _Walk:
         for eqn in _compat.open_jaxpr(jaxpr).eqns:
             here = step._replace(eqn=eqn, place=_inside(eqn, step.place))
             if held_parameters(eqn.primitive.name):
-                self._untouched(eqn, here, trips or self._trips[step.use])
+                self._untouched(eqn, here, trips or step.trips)
             else:
                 self._draft(eqn, here, verdict=verdict, trips=trips)
                 self._internal(eqn, here)
@@ -198,7 +207,7 @@ class _Walk:
         trips: int | None = None,
     ) -> None:
         line = self._lines.of(step.eqn or eqn, step.caller)
-        trips = self._trips[step.use] if trips is None else trips
+        trips = step.trips if trips is None else trips
         self.drafts.append(Draft(eqn, step.eqn, node, verdict, step.place, line, trips))
 
 
@@ -234,9 +243,17 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
         return Verdict(INSERTED, "some devices compute it again, others read it")
     if eqn.primitive.name == "rounded_product":
         return Verdict(INSERTED, "one NVIDIA GPU rounds it in the product, as by hand")
-    source, target = _dtypes(eqn)
+    if eqn.primitive.name in ("reshape", "transpose"):
+        return Verdict(
+            INSERTED, "gives a product its operands, and its result, in this order"
+        )
+    if eqn.primitive.name == "optimization_barrier":
+        return Verdict(INSERTED, "keeps a compiler from seeing what it was made of")
     if eqn.primitive.name == "hold":
         return Verdict(INSERTED, "keeps XLA:GPU from storing what was rounded")
+    if eqn.primitive.name not in CASTS:
+        return Verdict(INSERTED, "computed again from what is stored")
+    source, target = _dtypes(eqn)
     if source == target:
         return Verdict(INSERTED, "keeps a weak type")
     if original is None:
@@ -256,6 +273,7 @@ class _Step(NamedTuple):
       eqn: the equation; None for what was put in at the end of a jaxpr.
       place: where it stands.
       caller: the equation that holds the jaxpr.
+      trips: how often what it has become runs.
     """
 
     use: Instance
@@ -263,6 +281,7 @@ class _Step(NamedTuple):
     eqn: Any
     place: Place
     caller: Caller | None
+    trips: int
 
 
 def _name(eqn: Any) -> str:
