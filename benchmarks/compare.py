@@ -30,7 +30,7 @@ def row(key: Key, fresh: bool = False) -> dict[str, Any]:
     try:
         text, facts = compiled(key, fresh)
     except RuntimeError as error:
-        return {"error": str(error)}
+        return {"error": str(error).splitlines()[-1]}
     return dataclasses.asdict(devices.measure(text, facts))
 
 
@@ -39,7 +39,7 @@ def print_rows(name: str, by_mode: Mapping[str, dict[str, Any]]) -> None:
     print(f"{name:32}" + "".join(f"{c:>14}" for c in COLUMNS))
     for mode, cells in by_mode.items():
         if "error" in cells:
-            print(f"{'':14}{mode:18} {cells['error'].splitlines()[-1]}")
+            print(f"{'':14}{mode:18} {cells['error']}")
         else:
             shown = "".join(f"{_number(cells[c]):>14}" for c in COLUMNS)
             print(f"{'':14}{mode:18}{shown}")

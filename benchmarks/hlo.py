@@ -3,7 +3,7 @@
 A *kernel* here is an instruction that runs on the device by itself: everything in the
 entry computation and in what it runs (bodies of loops, branches, called computations)
 that is neither bookkeeping (`tuple`, `bitcast`, ...) nor inside a fusion. What a loop's
-body holds counts as often as the loop runs, where the compiler knows that.
+body holds counts as often as the loop runs, where that is known: see `Module.trips`.
 """
 
 from __future__ import annotations

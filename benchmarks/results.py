@@ -50,6 +50,7 @@ def merge(path: str, what: str, rows: dict[str, Any], **facts: Any) -> None:
 def _update(old: dict[str, Any], new: dict[str, Any]) -> None:
     for key, value in new.items():
         if isinstance(value, dict) and isinstance(old.get(key), dict):
+            old[key].pop("error", None)  # of a run that failed
             _update(old[key], value)
         else:
             old[key] = value
