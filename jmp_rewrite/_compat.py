@@ -489,6 +489,20 @@ def apart(x: Any) -> Any:
     return lax.optimization_barrier(x)
 
 
+def written(x: Any) -> Any:
+    """Returns a value that a GPU writes, in place of keeping what it is made of."""
+    return restore(x, lax.optimization_barrier(x), (GPU,))
+
+
+def filled_late(zeros: Any, terms: Any) -> tuple[Any, Any]:
+    """Returns zeros and what is added to them; a GPU fills them when that is there."""
+    if not jax.typeof(zeros).sharding.mesh.empty:  # they may be laid out, or vary
+        return zeros, terms
+    zero, then = lax.optimization_barrier((np.zeros((), zeros.dtype), terms))
+    filled = lax.broadcast_in_dim(zero, zeros.shape, ())
+    return restore(zeros, filled, (GPU,)), restore(terms, then, (GPU,))
+
+
 def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Emits the equation's primitive and returns its results as a list."""
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))

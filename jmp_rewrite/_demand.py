@@ -26,14 +26,16 @@ class Demand:
         self._is_touched: dict[Instance, bool] = {}
 
     def touched(self, instance: Instance) -> bool:
-        """Tells whether anything inside is half, so that it is emitted anew."""
+        """Tells whether anything inside is emitted anew: because it is half, mostly."""
         if instance not in self._is_touched:
-            self._is_touched[instance] = self._any_half(instance)
+            self._is_touched[instance] = self._any_touched(instance)
         return self._is_touched[instance]
 
-    def _any_half(self, instance: Instance) -> bool:
+    def _any_touched(self, instance: Instance) -> bool:
+        changed = Action.HALF | Action.STARTS_LATE
         for entry in instance.nodes:
-            if any(self._is_half(n) for n in _as_tuple(entry)):
+            nodes = [n for n in _as_tuple(entry) if n is not None]
+            if any(self._plan.actions[n] & changed for n in nodes):
                 return True
         for inner in instance.inner.values():
             if any(map(self._is_half, inner.joints)):

@@ -183,6 +183,8 @@ class Emitter:
         if entry is not None and self.plan.computes_again:
             env = self._reads_again(entry, action, eqn, env)
         cells = self._emit(entry, action, eqn, env)
+        if action & Action.WAITS:
+            cells = [Cell(_compat.written(c.value), c.saturate) for c in cells]
         if action & (Action.CHAIN | Action.ANCHOR):
             cells[0].origin = Origin(action, eqn, env)
         if action & Action.DIVIDES:
@@ -198,6 +200,10 @@ class Emitter:
         if action & Action.SETTLES:
             (var,) = eqn.invars
             env[var].full = _compat.settled(self.read_full(env[var], var.aval))
+        if action & Action.STARTS_LATE:
+            into, index, of = eqn.invars
+            zeros, terms = _compat.filled_late(env[into].value, env[of].value)
+            env = {into: Cell(zeros), index: cell_of(env, index), of: Cell(terms)}
         if entry is None or not action & Action.HALF:
             return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
         is_product = self.plan.pins.categories[entry] is Category.ALLOW

@@ -26,6 +26,7 @@ from jmp_rewrite._storage import (
 )
 from jmp_rewrite._sums import NO_SUMS, sums_behind_loops
 from jmp_rewrite._unstacked import Rest, computed_again_in_loops
+from jmp_rewrite._waiting import starts_late, waits
 
 
 class Action:
@@ -51,6 +52,8 @@ class Action:
       ANCHOR: it is what is stored, and read behind a barrier.
       DIVIDES: a backward pass computes what is divided here again from the quotient, on
         GPUs.
+      WAITS: a part of a cotangent, which a GPU writes when it is complete.
+      STARTS_LATE: a sum whose zeros a GPU fills when its terms are there.
       SETTLES: it is the maximum of a product's half result, whose cast stays before it.
     """
 
@@ -70,6 +73,8 @@ class Action:
     SETTLES = 4096
     HALF_ON_GPU = 8192
     DIVIDES = 16384
+    WAITS = 32768
+    STARTS_LATE = 65536
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -228,6 +233,11 @@ def make_plan(
     if pins.whole_step and placement is cheapest:
         _compute_again(graph, pins, actions)
         _settle_maxima(graph, pins, actions)
+        halves = [_is_half(a) for a in actions]
+        for node in waits(graph, pins, halves):
+            actions[node] |= Action.WAITS
+        for node in starts_late(graph, pins, halves):
+            actions[node] |= Action.STARTS_LATE
     plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
     if pins.whole_step and placement is cheapest:
         plan.rests = _rests(graph, pins, actions)

@@ -27,6 +27,7 @@ ORDER = (
     "_again",
     "_sums",
     "_unstacked",
+    "_waiting",
     "_plan",
     "_parameters",
     "_cast",
