@@ -73,6 +73,7 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
     num_consts, num_carry = _compat.scan_split(eqn.params)
     first = num_consts + num_carry
     avals = [v.aval for v in _compat.open_jaxpr(body.jaxpr).invars]
+    bases = {c.base for c in rest.computed.values()}
     values: list[Any] = []
     halves: list[tuple[int, Any]] = []
     for i, (cell, demand) in enumerate(zip(cells, demands, strict=True)):
@@ -80,7 +81,9 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
             values.append(None)
             continue
         if cell.base is not None:  # it is computed again
-            values.append(cell.base.value if rest.computed[i].base == i else None)
+            given = rest.computed[i].base == i
+            values.append(cell.base.value if given else None)
+            avals[i] = rest.computed[i].source.aval
             continue
         if num_consts <= i < first:
             node = inner.carry_in[i - num_consts]
@@ -88,7 +91,7 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
             continue
         # Slices are cast inside: a half copy of all layers' weights would live through
         # the whole step, and to cut a slice out of it is a copy of its own.
-        is_slice = i >= first and cell.half is None
+        is_slice = i >= first and (cell.half is None or i in bases)
         values.append(cell.value if is_slice else e.passed(cell, demand))
         both = demand == AS_HALF | AS_FULL and e.plan.shared
         if i < num_consts and both and cell.value.dtype == FLOAT32:

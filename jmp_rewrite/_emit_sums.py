@@ -92,7 +92,8 @@ def _product(
         # of them are spread over all of memory in the forward pass.
         count = len(contracted[0])
         first = tuple(range(count))
-        if contracted == (first, first) and all(map(_may_merge, values.values())):
+        leading = contracted == (first, first) and batch == ((), ())
+        if leading and all(map(_may_merge, values.values())):
             contracted = ((0,), (0,))
             for var, cell in values.items():
                 key = stack_of[var], count

@@ -266,7 +266,7 @@ def _rests(graph: Graph, pins: Pins, actions: Sequence[int]) -> dict[Instance, R
     """Returns what is left of the bodies of scans."""
     sums = sums_behind_loops(graph, pins, [_is_half(a) for a in actions])
     halves = [bool(a & Action.HALF) for a in actions]
-    again = computed_again_in_loops(graph, halves, sums)
+    again = computed_again_in_loops(graph, pins, halves, sums)
     return {
         body: Rest(
             sums.get(body, NO_SUMS),

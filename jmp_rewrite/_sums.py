@@ -49,6 +49,8 @@ _LINEAR = frozenset(
     }
 )
 _ADDS = ("add", "add_any")
+# These compute nothing: of equal operands they have equal results, rounded or not.
+_MOVES = _LINEAR - {"add", "add_any", "sub"}
 
 # Bytes that an iteration moves: a sum is read and written in float32, an operand is
 # written and read again in half.
@@ -105,7 +107,8 @@ def _scans(use: Instance, seen: set[Instance]) -> Iterator[tuple[Any, Inner]]:
     seen.add(use)
     eqns = _compat.open_jaxpr(use.jaxpr).eqns
     for index, inner in use.inner.items():
-        if inner.kind == "scan" and eqns[index].params["length"] > 1:
+        length = eqns[index].params.get("length")
+        if inner.kind == "scan" and isinstance(length, int) and length > 1:
             yield eqns[index], inner
         for body in inner.bodies:
             yield from _scans(body, seen)
@@ -194,7 +197,7 @@ class _Body:
             if not self._varies.isdisjoint(variables):
                 self._varies.update(eqn.outvars)
             alike: Sequence[Any] = eqn.outvars
-            if eqn.primitive.name in _LINEAR and len(variables) == len(operands):
+            if eqn.primitive.name in _MOVES and len(variables) == len(operands):
                 firsts = tuple(map(self._same, variables))
                 key = eqn.primitive, firsts, str(eqn.params)
                 alike = known.setdefault(key, alike)
@@ -295,7 +298,11 @@ class _Body:
                 alone = all(
                     self._is_read_in(terms.equations, ends, i) for i in own.equations
                 )
-                if alone and all(self._is_stacked(v, stacked) for v in own.leaves):
+                alone &= all(self._is_stacked(v, stacked) for v in own.leaves)
+                read = self._operands(own.products)
+                if alone and not any(
+                    self._is_made_by(v, terms.equations) for v in read
+                ):
                     kept[position] = own
             if len(kept) == len(sums):
                 return kept
@@ -307,6 +314,11 @@ class _Body:
             and self._returned[v] == (v in ends)
             for v in self.eqns[index].outvars
         )
+
+    def _is_made_by(self, var: Any, equations: Set[int]) -> bool:
+        """Tells an operand that is a sum itself, or what is stacked for it."""
+        makers = {self._maker.get(v, -1) for v in (var, self._stack_of(var))}
+        return not makers.isdisjoint(equations)
 
     def _is_stacked(self, var: Any, stacked: Set[Any]) -> bool:
         """Tells a value that is read rounded, and whose rounded copies are stacked."""

@@ -7,8 +7,11 @@ what is a function of one stacked value alone is as cheap to compute again from 
 of that stack, which the backward loop reads as well: five of the twelve stacks of an
 LSTM need not be there.
 
-By hand such a function is computed from the rounded value too. See
-`benchmarks/NOTES.md`, 36.
+By hand such a function is computed from the rounded value too. Only polynomials of a
+sigmoid or a `tanh` are: what lies between -1 and 1 is rounded by no more than half an
+epsilon, and a polynomial of it by a few. A logarithm or a quotient of `1 - s` could
+become infinite. What is stacked in float32 is computed from a float32 stack alone, and
+nothing for which a user asked for float32. See `benchmarks/NOTES.md`, 36.
 """
 
 from __future__ import annotations
@@ -18,12 +21,29 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
-from jmp_rewrite._again import ARITHMETIC
 from jmp_rewrite._graph import Graph, Inner, Instance, is_float32
+from jmp_rewrite._pin import NO_PRODUCT, STATE, Pins
 from jmp_rewrite._sums import NO_SUMS, Sums
 
+# Results of these lie between -1 and 1.
+_BOUNDED = frozenset({"logistic", "tanh"})
+_POLYNOMIALS = frozenset(
+    {
+        "add",
+        "add_any",
+        "copy",
+        "integer_pow",
+        "mul",
+        "neg",
+        "one_minus_square",
+        "square",
+        "sub",
+    }
+)
 # Longer computations are not followed.
 _LONGEST = 4
+# Reasons for float32 that nobody asked for.
+_UNASKED = (None, NO_PRODUCT, STATE)
 
 
 class Chain(NamedTuple):
@@ -84,12 +104,16 @@ class Again(NamedTuple):
 
 
 def computed_again_in_loops(
-    graph: Graph, halves: Sequence[bool], sums: Mapping[Instance, Sums]
+    graph: Graph,
+    pins: Pins,
+    halves: Sequence[bool],
+    sums: Mapping[Instance, Sums],
 ) -> Again:
     """Returns which stacks are not there, and what computes them again.
 
     Args:
       graph: the program, a whole step.
+      pins: what numerics said.
       halves: which nodes are emitted in half.
       sums: what of a scan's body is computed behind the loop, of whole stacks.
     """
@@ -101,7 +125,7 @@ def computed_again_in_loops(
         if use not in seen:
             seen.add(use)
             stack += [body for inner in use.inner.values() for body in inner.bodies]
-            _Scans(use, halves, sums).add_to(again)
+            _Scans(use, pins, halves, sums).add_to(again)
     return again
 
 
@@ -109,9 +133,13 @@ class _Scans:
     """The scans of one use of a jaxpr, and what they hand to each other."""
 
     def __init__(
-        self, use: Instance, halves: Sequence[bool], sums: Mapping[Instance, Sums]
+        self,
+        use: Instance,
+        pins: Pins,
+        halves: Sequence[bool],
+        sums: Mapping[Instance, Sums],
     ) -> None:
-        self._halves, self._sums = halves, sums
+        self._pins, self._halves, self._sums = pins, halves, sums
         body = _compat.open_jaxpr(use.jaxpr)
         self._eqns = body.eqns
         self._outvars = body.outvars
@@ -132,10 +160,12 @@ class _Scans:
                 readers.setdefault(var, []).append((-1, 0))
         for index, inner in self._scans.items():
             (use,), eqn = inner.bodies, self._eqns[index]
-            for position, chain in _chains(eqn, inner).items():
+            for position, chain in _chains(eqn, inner, self._pins).items():
                 uses = readers.get(eqn.outvars[position], [])
                 slices = [self._is_slice(*use) for use in uses]
                 if not uses or not all(slices) or not self._is_emitted(use):
+                    continue
+                if not self._is_as_exact(inner, eqn, position, chain):
                     continue
                 again.left_out.setdefault(use, {})[position] = chain
                 for reader, p in uses:
@@ -143,6 +173,14 @@ class _Scans:
                     base = self._base(reader, p, eqn.outvars[chain.base])
                     computed = again.computed.setdefault(other, {})
                     computed[p] = chain._replace(base=base)
+
+    def _is_as_exact(self, inner: Inner, eqn: Any, position: int, chain: Chain) -> bool:
+        """Tells a stack that is half, or one whose base is no more rounded than it."""
+        _, carries = _compat.scan_split(eqn.params)
+        target, base = (inner.stacks[p - carries] for p in (position, chain.base))
+        if target is None:
+            return False
+        return self._halves[target] or base is None or not self._halves[base]
 
     def _is_emitted(self, use: Instance) -> bool:
         return any(self._halves[n] for n in use.nodes if isinstance(n, int))
@@ -165,7 +203,7 @@ class _Scans:
         return next((p for p in positions if eqn.invars[p] is base), given)
 
 
-def _chains(eqn: Any, inner: Inner) -> dict[int, Chain]:
+def _chains(eqn: Any, inner: Inner, pins: Pins) -> dict[int, Chain]:
     """Returns the stacks that are functions of another one, by position."""
     (use,) = inner.bodies
     body = _compat.open_jaxpr(use.jaxpr)
@@ -179,8 +217,10 @@ def _chains(eqn: Any, inner: Inner) -> dict[int, Chain]:
         if position < carries or var in stacked or not is_float32(var.aval):
             continue
         node = inner.stacks[position - carries]
-        source, equations = _function_of(var, body.eqns, maker, stacked)
-        if source is not None and node is not None:
+        source, equations = _polynomial_of(var, body.eqns, maker, stacked)
+        asked = [use.nodes[i] for i in (*equations, maker.get(source, -1)) if i >= 0]
+        unasked = all(isinstance(n, int) and pins.full[n] in _UNASKED for n in asked)
+        if source is not None and node is not None and unasked:
             made = tuple(body.eqns[i] for i in sorted(equations))
             chains[position] = Chain(stacked[source], source, made, var)
         else:
@@ -188,10 +228,10 @@ def _chains(eqn: Any, inner: Inner) -> dict[int, Chain]:
     return chains
 
 
-def _function_of(
+def _polynomial_of(
     var: Any, eqns: Sequence[Any], maker: dict[Any, int], stacked: dict[Any, int]
 ) -> tuple[Any, set[int]]:
-    """Returns the one stacked value that this one is computed from, and by what."""
+    """Returns the one stacked gate that a value is computed from, and by what."""
     sources: set[Any] = set()
     equations: set[int] = set()
     left = [var]
@@ -201,10 +241,16 @@ def _function_of(
             sources.add(one)
             continue
         index = maker.get(one, -1)
-        if index < 0 or eqns[index].primitive.name not in ARITHMETIC:
+        if index < 0 or not _is_polynomial(eqns[index]) or len(equations) == _LONGEST:
             return None, set()
         equations.add(index)
-        if len(equations) > _LONGEST:
-            return None, set()
         left += [v for v in eqns[index].invars if not hasattr(v, "val")]
-    return (sources.pop(), equations) if len(sources) == 1 else (None, set())
+    source = sources.pop() if len(sources) == 1 else None
+    index = maker.get(source, -1)
+    if index < 0 or eqns[index].primitive.name not in _BOUNDED:
+        return None, set()
+    return source, equations
+
+
+def _is_polynomial(eqn: Any) -> bool:
+    return eqn.primitive.name in _POLYNOMIALS and eqn.params.get("y", 1) > 0

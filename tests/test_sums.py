@@ -312,6 +312,50 @@ def test_what_is_more_than_a_sum_stays(body):
     assert carried(jaxprs[0], num_carry) == carried(jaxprs[1], num_carry)
 
 
+def test_a_sum_that_another_sum_reads_stays(in_loops):
+    """A covariance that is used as it grows, as fast weights are."""
+    (w,) = weights((H, H))
+    xs, zs = normal(6, 2, H), normal(6, H, 256)
+
+    def step(w, xs, zs):
+        def body(sums, slices):
+            x, z = slices
+            covariance = sums[0] + x.T @ (x @ w)
+            return (covariance, sums[1] + covariance @ z), None
+
+        start = jnp.zeros((H, H)), jnp.zeros((H, 256))
+        sums, _ = lax.scan(body, start, (xs, zs))
+        return w - jax.grad(lambda w: jnp.square(xs[0] @ w).sum())(w), sums
+
+    _is_the_same(step, (w, xs, zs), in_loops)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), w, xs, zs)
+    assert carried(jaxpr, num_carry)[0] == (H, H)
+
+
+def test_products_with_batch_dimensions_last(in_loops):
+    """They contract the first dimensions, and count rows in one behind these."""
+
+    def loss(w, xs):
+        def cell(h, x):
+            h = jnp.tanh(jnp.einsum("ran,rnm->ram", x, w) + h)
+            return h, h
+
+        return lax.scan(cell, jnp.zeros((2, B, H)), xs)[1].mean()
+
+    (w,), xs = weights((2, D, H)), normal(T, 2, B, D)
+    _is_the_same(train(loss), (w, xs), in_loops)
+
+    def step(w, xs):
+        def body(c, x):
+            return c + jnp.einsum("iar,ibr->rab", x, jnp.tanh(x)), None
+
+        c, _ = lax.scan(body, jnp.zeros((B, D, D)), xs)
+        return w - jax.grad(lambda w: jnp.square(xs[0, :, :, 0] @ w).sum())(w), c
+
+    (w,), xs = weights((D, H)), normal(T, 2, D, B)
+    _is_the_same(step, (w, xs), in_loops)
+
+
 def test_a_sum_of_several_products(in_loops):
     """A weight that a cell uses twice, one of them transposed, with a sign."""
     (w,) = weights((H, H))

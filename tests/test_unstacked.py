@@ -13,7 +13,14 @@ from helpers import EPS, HALF, eqns, relative_error, trace
 from jax import lax
 from programs import normal, weights
 
-from jmp_rewrite import _plan, _unstacked, diagnose, explain, mixed_precision
+from jmp_rewrite import (
+    _plan,
+    _unstacked,
+    diagnose,
+    explain,
+    full_precision,
+    mixed_precision,
+)
 
 T, B, H = 6, 16, 32  # iterations, rows, hidden units
 POLICIES = sorted(HALF)
@@ -160,6 +167,109 @@ def test_what_is_needed_or_made_of_more_is_stacked(made, fewer, with_all_stacks)
     found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(*args)
     plain = jax.jit(step)(*args)
     assert relative_error(found, plain) < 4 * EPS["mixed_bfloat16"]
+
+
+def update_of(step, *args):
+    found = jax.jit(step)(*args)
+    return jax.tree.map(lambda w, new: new - w, args[0], found)
+
+
+def beyond_one(y):
+    return 1 / (y + 0.01)
+
+
+def cube(y):
+    return y * y * y
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("last", [jnp.log, jnp.sqrt, beyond_one, cube])
+def test_what_was_asked_for_in_float32_is_not_made_of_half(
+    last, policy, with_all_stacks
+):
+    """A product reads a rounded gate; 1 less the gate is exact, as the user said."""
+    (w,), xs = weights((8, 8)), normal(5, 3, 8)
+
+    def loss(w, xs):
+        def body(h, x):
+            with full_precision():
+                p = jax.nn.sigmoid(4 * (x @ w))
+                y = last(1 - p + 1e-6)
+            h = jnp.tanh(h @ w * 0.1 + p @ w * 0.1)
+            return h, (y.sum(), h)
+
+        _, (ys, hs) = lax.scan(body, jnp.zeros((3, 8)), xs)
+        return -ys.mean() + jnp.square(hs).mean()
+
+    step = step_of(loss)
+    found = update_of(mixed_precision(step, policy), w, xs)
+    before = with_all_stacks(update_of, mixed_precision(step, policy), w, xs)
+    exact = update_of(step, w, xs)
+    as_before = relative_error(before, exact)
+    assert relative_error(found, exact) < 1.001 * as_before + 1e-9
+    assert as_before < EPS[policy]
+
+
+def test_a_difference_that_cancels_is_stacked(with_all_stacks):
+    """Of a softplus that a product reads, less a number of its size."""
+    (w,), xs = weights((8, 8)), normal(5, 3, 8)
+
+    def step(w, xs):
+        def loss(w):
+            def body(h, x):
+                t = jax.nn.softplus(x @ w + 30.0)
+                return h, (t, t - 30.0)
+
+            _, (ts, ys) = lax.scan(body, 0.0, xs)
+
+            def second(h, slices):
+                t, y = slices
+                return jnp.tanh(h + t @ w * 0.01), y.sum()
+
+            h, sums = lax.scan(second, jnp.zeros((3, 8)), (ts, ys))
+            return jnp.square(h).mean(), sums
+
+        grad, sums = jax.grad(loss, has_aux=True)(w)
+        return w - grad, sums
+
+    found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(w, xs)[1]
+    before = with_all_stacks(jax.jit(mixed_precision(step, "mixed_bfloat16")), w, xs)
+    assert relative_error(found, before[1]) < 1e-6
+
+
+def reduced(z):
+    return 1 / (1 + jnp.square(z).sum(-1)), lambda a: a[:, None]
+
+
+def flattened(z):
+    return (2 * jnp.tanh(z)).reshape(-1), lambda a: a.reshape(z.shape)
+
+
+def transposed(z):
+    return 2 * jnp.tanh(z).T, lambda a: a.T
+
+
+@pytest.mark.parametrize("gate", [reduced, flattened, transposed])
+def test_a_gate_of_another_shape(gate):
+    """It is returned, for a log; its derivative is computed from it."""
+    (w,), xs = weights((8, 8)), normal(5, 3, 8)
+
+    def step(w, xs):
+        def loss(w):
+            def body(h, x):
+                z = x @ w + h @ w
+                a, wide = gate(z)
+                h = jnp.tanh(z * wide(a))
+                return h, (h, a)
+
+            _, (hs, a) = lax.scan(body, jnp.zeros((3, 8)), xs)
+            return jnp.square(hs).mean(), a
+
+        grad, a = jax.grad(loss, has_aux=True)(w)
+        return w - grad, a
+
+    found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(w, xs)
+    assert relative_error(found, jax.jit(step)(w, xs)) < 4 * EPS["mixed_bfloat16"]
 
 
 def test_two_loops_of_one_body():
