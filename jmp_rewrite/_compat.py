@@ -22,7 +22,7 @@ from jax.extend.core import primitives
 from jax.interpreters import ad, batching, mlir
 
 # Devices as `restore` knows them: a platform, and a generation of TPUs.
-GPU, TPU_V5E = "cuda", "TPU v5 lite"
+GPU, TPU_V5E, TPU_V6E = "cuda", "TPU v5 lite", "TPU v6 lite"
 
 # JAX < 0.11 tells open from closed jaxprs; later versions have one class.
 CLOSED_IS_OPEN = jex.ClosedJaxpr is jex.Jaxpr
@@ -474,14 +474,14 @@ def restore(stored: Any, again: Any, on: tuple[str, ...]) -> Any:
 
 
 def settled(x: Any) -> Any:
-    """Returns float32 `x`; on a TPU v5e, rounded to float32, which is no rounding.
+    """Returns float32 `x`; on TPUs v5e and v6e rounded to float32: no rounding.
 
     XLA:TPU moves a cast behind a maximum, and then no longer finds the same value under
     the maximum and the difference of a softmax: it makes two kernels of it in place of
-    one. It moves no cast over a rounding. On a v6e two kernels are faster than one.
+    one. It moves no cast over a rounding.
     """
     rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
-    return restore(x, rounded, (TPU_V5E,))
+    return restore(x, rounded, (TPU_V5E, TPU_V6E))
 
 
 def apart(x: Any) -> Any:
