@@ -135,12 +135,12 @@ def _quotients(graph: Graph, pins: Pins) -> dict[int, int]:
     found: dict[int, int] = {}
     for node in graph.nodes:
         index = node.index
-        if node.name != "exp" or _is_backward(node) or index in returned:
+        if node.name != "exp" or is_backward(node) or index in returned:
             continue
         readers = [graph.nodes[r] for r in consumers[index]]
         if any(owners.get(r.index) is not owners.get(index) for r in readers):
             continue
-        forward = [r for r in readers if not _is_backward(r)]
+        forward = [r for r in readers if not is_backward(r)]
         divisions = [r for r in forward if r.name == "div"]
         if len(divisions) != 1 or any(
             r.name not in ("div", "reduce_sum") for r in forward
@@ -213,21 +213,18 @@ def _kept(
     read = {
         n
         for n in (*direct, *frozenset().union(*made_of.values()))
-        if any(_is_backward(graph.nodes[r]) for r in consumers[n])
+        if any(is_backward(graph.nodes[r]) for r in consumers[n])
     }
     return read.union(*(direct[n] for n in read if n in direct))
 
 
-def _is_backward(node: Node) -> bool:
+def is_backward(node: Node) -> bool:
     return node.place.backward and not node.place.recomputed
 
 
 def _owners(graph: Graph) -> dict[int, Instance]:
     """Returns for each node that is an equation of its own the jaxpr it stands in."""
     found: dict[int, Instance] = {}
-    stack = [graph.top]
-    while stack:
-        instance = stack.pop()
-        found.update((n, instance) for n in instance.nodes if isinstance(n, int))
-        stack += [body for inner in instance.inner.values() for body in inner.bodies]
+    for use in graph.uses():
+        found.update((n, use) for n in use.nodes if isinstance(n, int))
     return found

@@ -231,6 +231,18 @@ class Graph:
     has_backward_rules: bool
     _edges: tuple[list[list[int]], list[list[int]]] | None = None
 
+    def uses(self) -> list[Instance]:
+        """Returns all uses of jaxprs, each once, the outermost first."""
+        found: dict[Instance, None] = {}
+        stack = [self.top]
+        while stack:
+            use = stack.pop()
+            if use not in found:
+                found[use] = None
+                for inner in use.inner.values():
+                    stack += inner.bodies
+        return list(found)
+
     def predecessors(self) -> list[list[int]]:
         """Returns for each node the nodes that it reads, each once."""
         if self._edges is None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite import _place, _rules, _state
-from jmp_rewrite._again import computed_again
+from jmp_rewrite._again import computed_again, is_backward
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
@@ -387,8 +387,7 @@ def _last_gradients(graph: Graph, pins: Pins) -> set[int]:
     """
     products = [n.index for n in graph.nodes if reads_half(n.index, pins)]
     leads = _state.leads_to_product(products, graph.predecessors(), lambda n: False)
-    places = ((n, graph.nodes[n].place) for n in products if n not in leads)
-    return {n for n, place in places if place.backward and not place.recomputed}
+    return {n for n in products if n not in leads and is_backward(graph.nodes[n])}
 
 
 def _read_in_both(graph: Graph, actions: Sequence[int]) -> list[int]:

@@ -90,7 +90,7 @@ def sums_behind_loops(
       halves: which results are half, that is, stored.
     """
     found = {}
-    for eqn, inner in _scans(graph.top, set()):
+    for eqn, inner in _scans(graph):
         (use,) = inner.bodies
         body = _Body(pins, halves, eqn, use)
         if any(map(body.is_full_product, range(len(body.eqns)))):
@@ -101,17 +101,13 @@ def sums_behind_loops(
     return found
 
 
-def _scans(use: Instance, seen: set[Instance]) -> Iterator[tuple[Any, Inner]]:
-    if use in seen:
-        return
-    seen.add(use)
-    eqns = _compat.open_jaxpr(use.jaxpr).eqns
-    for index, inner in use.inner.items():
-        length = eqns[index].params.get("length")
-        if inner.kind == "scan" and isinstance(length, int) and length > 1:
-            yield eqns[index], inner
-        for body in inner.bodies:
-            yield from _scans(body, seen)
+def _scans(graph: Graph) -> Iterator[tuple[Any, Inner]]:
+    for use in graph.uses():
+        eqns = _compat.open_jaxpr(use.jaxpr).eqns
+        for index, inner in use.inner.items():
+            length = eqns[index].params.get("length")
+            if inner.kind == "scan" and isinstance(length, int) and length > 1:
+                yield eqns[index], inner
 
 
 class _Terms(NamedTuple):

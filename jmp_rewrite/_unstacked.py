@@ -118,14 +118,8 @@ def computed_again_in_loops(
       sums: what of a scan's body is computed behind the loop, of whole stacks.
     """
     again = Again({}, {})
-    seen = set()
-    stack = [graph.top]
-    while stack:
-        use = stack.pop()
-        if use not in seen:
-            seen.add(use)
-            stack += [body for inner in use.inner.values() for body in inner.bodies]
-            _Scans(use, pins, halves, sums).add_to(again)
+    for use in graph.uses():
+        _Scans(use, pins, halves, sums).add_to(again)
     return again
 
 
@@ -162,7 +156,7 @@ class _Scans:
             (use,), eqn = inner.bodies, self._eqns[index]
             for position, chain in _chains(eqn, inner, self._pins).items():
                 uses = readers.get(eqn.outvars[position], [])
-                slices = [self._is_slice(*use) for use in uses]
+                slices = [self._is_slice(reader, p) for reader, p in uses]
                 if not uses or not all(slices) or not self._is_emitted(use):
                     continue
                 if not self._is_as_exact(inner, eqn, position, chain):

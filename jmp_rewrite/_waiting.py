@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jmp_rewrite._again import is_backward
 from jmp_rewrite._graph import Graph
 from jmp_rewrite._pin import Pins
 from jmp_rewrite._rules import Category
-from jmp_rewrite._scopes import Place
 from jmp_rewrite._state import leads_to_product
 from jmp_rewrite._storage import reads_half
 
@@ -34,7 +34,7 @@ def waits(graph: Graph, pins: Pins, halves: Sequence[bool]) -> list[int]:
     parts = [
         n.index
         for n in graph.nodes
-        if n.name in _PARTS and halves[n.index] and _is_backward(n.place)
+        if n.name in _PARTS and halves[n.index] and is_backward(n)
     ]
     if not parts:
         return []
@@ -55,10 +55,6 @@ def _depths(graph: Graph, pins: Pins) -> list[int]:
     return depths
 
 
-def _is_backward(place: Place) -> bool:
-    return place.backward and not place.recomputed
-
-
 def starts_late(graph: Graph, pins: Pins, halves: Sequence[bool]) -> list[int]:
     """Returns the float32 sums in the midst of a backward pass that start from zeros.
 
@@ -69,7 +65,7 @@ def starts_late(graph: Graph, pins: Pins, halves: Sequence[bool]) -> list[int]:
         for n in graph.nodes
         if n.name == "scatter-add"
         and not halves[n.index]
-        and _is_backward(n.place)
+        and is_backward(n)
         and n.literals.get(0) == 0
     ]
     if not sums:
