@@ -20,6 +20,7 @@ from jmp_rewrite._graph import (
     Node,
     Opaque,
     Value,
+    elements,
     is_float32,
     reads_float32,
 )
@@ -34,6 +35,9 @@ _LARGEST_CONSTANT = 2**22
 # copies of its nodes would be many more than the program has equations.
 _COPIES_PER_EQUATION = 4
 _SMALL = 64
+
+# A partial sum is read in place of its terms if it is smaller by this factor.
+_FEWER = 8
 
 _NO_LITERALS: dict[int, Any] = {}
 
@@ -155,10 +159,14 @@ class Builder:
             if value is not None
         }
         rectified: dict[Any, Any] = {}
+        sums: dict[Any, list[Any]] = {}
         for index, eqn in enumerate(body.eqns):
             instead = _asks_sign(eqn, rectified)
             if instead is None:
-                self._equation(instance, index, eqn, env, place, trips)
+                partial = _adds_up(eqn, sums)
+                if partial is not None:
+                    instance.partial[index] = partial
+                self._equation(instance, index, partial or eqn, env, place, trips)
             else:
                 operand, var = instance.instead[index] = instead
                 reads = {operand: env[var]}
@@ -338,6 +346,40 @@ def _asks_sign(eqn: Any, rectified: dict[Any, Any]) -> tuple[Any, Any] | None:
     if var is None or np.ndim(other.val) or other.val != 0:
         return None
     return operand, var
+
+
+def _adds_up(eqn: Any, sums: dict[Any, list[Any]]) -> Any:
+    """Returns a sum as one of a partial sum, of the same variable over fewer axes.
+
+    A bias and a shift of each example, added to the same value, have gradients that are
+    sums of the same cotangent. Where one of the sums is rounded, XLA:TPU makes a kernel
+    of each, and both read all of it.
+
+    Args:
+      eqn: any equation.
+      sums: variable -> the equations before this one that add it up; added to.
+    """
+    if eqn.primitive.name != "reduce_sum" or not reads_float32(eqn):
+        return None
+    (operand,) = eqn.invars
+    if hasattr(operand, "val"):
+        return None
+    axes = frozenset(eqn.params["axes"])
+    before = sums.setdefault(operand, [])
+    usable = [
+        e
+        for e in before
+        if axes > set(e.params["axes"])
+        and _FEWER * elements([e.outvars[0].aval]) <= elements([operand.aval])
+    ]
+    before.append(eqn)
+    partial = min(usable, key=lambda e: e.outvars[0].aval.ndim, default=None)
+    if partial is None:
+        return None
+    kept = [a for a in range(operand.aval.ndim) if a not in partial.params["axes"]]
+    left = tuple(i for i, a in enumerate(kept) if a in axes)
+    params = dict(eqn.params, axes=left)
+    return eqn.replace(invars=list(partial.outvars), params=params)
 
 
 def _mixes(eqn: Any) -> bool:

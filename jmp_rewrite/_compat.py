@@ -489,6 +489,14 @@ def apart(x: Any) -> Any:
     return lax.optimization_barrier(x)
 
 
+def kept(x: Any) -> Any:
+    """Returns a partial sum that XLA:TPU does not merge with the sum of it.
+
+    It would take both for sums of the same value, and read that once for each.
+    """
+    return restore(x, lax.optimization_barrier(x), ("tpu",))
+
+
 def written(x: Any) -> Any:
     """Returns a value that a GPU writes, in place of keeping what it is made of."""
     return restore(x, lax.optimization_barrier(x), (GPU,))

@@ -32,6 +32,7 @@ class Cell:
       full: its copy cast back to float32, if somebody asked for it.
       exact: the float32 value that it was rounded from, if a platform reads that.
       unless: this platform.
+      unrounded: the float32 value that it was rounded from, where it was just made.
       origin: what computed it, if a backward pass computes it again.
       again: its float32 value, computed again.
       apart: its value behind a barrier, from which others are computed again.
@@ -52,6 +53,7 @@ class Cell:
         "quotient",
         "saturate",
         "unless",
+        "unrounded",
         "value",
     )
 
@@ -61,6 +63,7 @@ class Cell:
         self.half = half
         self.exact: Any = None
         self.unless = ""
+        self.unrounded: Any = None
         self.full: Any = None
         self.origin: Origin | None = None
         self.again: Any = None
@@ -180,6 +183,8 @@ class Emitter:
         if index in instance.instead:
             operand, instead = instance.instead[index]
             env = {operand: env[instead]}
+        if index in instance.partial:
+            eqn, env = _of_partial(eqn, instance.partial[index], env)
         if entry is not None and self.plan.computes_again:
             env = self._reads_again(entry, action, eqn, env)
         cells = self._emit(entry, action, eqn, env)
@@ -250,6 +255,7 @@ class Emitter:
                 if action & Action.HELD:
                     half = _compat.hold(half)
                 cell = Cell(half, cell.saturate)
+                cell.unrounded = exact
                 if action & Action.EXACT_ON_TPU:
                     cell.exact, cell.unless = exact, "tpu"
                 elif action & Action.EXACT_ON_GPU:  # computed again, so not stored
@@ -518,6 +524,20 @@ class Emitter:
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:
     return Cell(atom.val) if hasattr(atom, "val") else env[atom]
+
+
+def _of_partial(
+    eqn: Any, partial: Any, env: dict[Any, Cell]
+) -> tuple[Any, dict[Any, Cell]]:
+    """Returns a sum and what it reads: a partial sum, if that is there unrounded."""
+    (var,) = partial.invars
+    if var not in env:
+        return eqn, env
+    cell = env[var]
+    value = cell.value if cell.unrounded is None else cell.unrounded
+    if getattr(value, "dtype", None) != FLOAT32:
+        return eqn, env
+    return partial, {var: Cell(_compat.kept(value))}
 
 
 def _retyped(aval: Any, dtype: Any) -> Any:

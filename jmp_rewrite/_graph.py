@@ -9,6 +9,7 @@ scan one for each result that it stacks, because a stack may be stored in anothe
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from jmp_rewrite import _compat
 from jmp_rewrite._scopes import Place
 
 FLOAT32 = np.dtype(np.float32)
+# What a dimension counts that is a symbol when a program is exported.
+_SYMBOLIC = 64
 
 
 class Value:
@@ -127,15 +130,17 @@ class Instance:
         where that lane is no float32), or None where nothing is float32.
       inner: equation index -> what it holds.
       instead: equation index -> (operand, the variable that is read in its place).
+      partial: equation index -> the equation that adds up a partial sum in its place.
     """
 
-    __slots__ = ("__weakref__", "inner", "instead", "jaxpr", "nodes")
+    __slots__ = ("__weakref__", "inner", "instead", "jaxpr", "nodes", "partial")
 
     def __init__(self, jaxpr: Any) -> None:
         self.jaxpr = jaxpr
         self.nodes: list[Any] = []
         self.inner: dict[int, Inner] = {}
         self.instead: dict[int, tuple[Any, Any]] = {}
+        self.partial: dict[int, Any] = {}
 
     def operands(self, index: int, eqn: Any) -> list[Any]:
         """Returns the variables and literals that an equation reads."""
@@ -278,6 +283,15 @@ def is_float32(aval: Any) -> bool:
 def reads_float32(eqn: Any) -> bool:
     """Tells whether an equation has a float32 operand or result."""
     return any(is_float32(v.aval) for v in [*eqn.invars, *eqn.outvars])
+
+
+def elements(avals: Sequence[Any]) -> int:
+    """Returns how many elements values of these types have together."""
+    sizes = (
+        math.prod(d if isinstance(d, int) else _SYMBOLIC for d in a.shape)
+        for a in avals
+    )
+    return sum(sizes)
 
 
 def reached(starts: Iterable[int], edges: Sequence[Sequence[int]]) -> set[int]:

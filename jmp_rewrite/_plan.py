@@ -324,7 +324,7 @@ def _move_unrounded(
         if node.name in _JOINTS or node.name == "stack_out":
             continue
         read = any(v.node in unrounded for v in node.inputs)
-        if read and moves_exactly(node, pins):
+        if read and len(node.inputs) == 1 and moves_exactly(node, pins):
             unrounded.add(node.index)
             labels[node.index] = False
 

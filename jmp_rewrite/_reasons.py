@@ -12,10 +12,10 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node
+from jmp_rewrite._graph import Graph, Node, elements
 from jmp_rewrite._plan import Action, Plan
 from jmp_rewrite._rules import Category
-from jmp_rewrite._storage import FLOAT32_BYTES, HALF_BYTES, elements
+from jmp_rewrite._storage import FLOAT32_BYTES, HALF_BYTES
 from jmp_rewrite._units import bytes_text
 
 # Categories beside those of the rules.

@@ -23,14 +23,13 @@ a product (its producers, and on TPUs its consumers, are fused). What was measur
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jmp_rewrite import _state
-from jmp_rewrite._graph import Graph, Node, Value
+from jmp_rewrite._graph import Graph, Node, Value, elements
 from jmp_rewrite._pin import Pins
 from jmp_rewrite._place import Storage
 from jmp_rewrite._rules import Category
@@ -39,8 +38,6 @@ FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
 # A reduction by less than this is no statistic, but a large value itself.
 SMALL = 8
-# What a dimension counts that is a symbol when a program is exported.
-SYMBOLIC = 64
 
 REDUCTIONS = frozenset(
     {
@@ -273,13 +270,6 @@ def moves_exactly(node: Node, pins: Pins) -> bool:
     )
 
 
-def elements(avals: Sequence[Any]) -> int:
-    """Returns how many elements values of these types have together."""
-    return sum(
-        math.prod(d if isinstance(d, int) else SYMBOLIC for d in a.shape) for a in avals
-    )
-
-
 def _price(avals: Sequence[Any], trips: int) -> int:
     return max(1, elements(avals) * trips // ROUNDINGS_PER_BYTE)
 
@@ -412,7 +402,7 @@ def bottlenecks(graph: Graph, pins: Pins) -> frozenset[int]:
     """
     stored = _ends_kernel(graph, pins)
     levels, loops = _levels(graph, stored), _innermost_loops(graph)
-    consumers = graph.consumers()
+    consumers, anchors = graph.consumers(), _anchors(graph, stored)
     sizes = [elements(n.avals) for n in graph.nodes]
 
     def is_remade(index: int, size: int) -> bool:
@@ -443,7 +433,8 @@ def bottlenecks(graph: Graph, pins: Pins) -> frozenset[int]:
         while stack and len(kernels) < MANY_KERNELS:
             for reader in consumers[stack.pop()]:
                 kernels.add(levels[reader])
-                if reader not in seen and is_remade(reader, sizes[last]):
+                is_same = anchors[reader] == node.index
+                if reader not in seen and is_same and is_remade(reader, sizes[last]):
                     seen.add(reader)
                     stack.append(reader)
         if len(kernels) >= MANY_KERNELS:

@@ -26,9 +26,9 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import Graph, Inner, Instance, is_float32
+from jmp_rewrite._graph import Graph, Inner, Instance, elements, is_float32
 from jmp_rewrite._pin import Pins
-from jmp_rewrite._storage import elements, reads_half
+from jmp_rewrite._storage import reads_half
 
 # A sum over the iterations may be taken before these as well as after them.
 _LINEAR = frozenset(

@@ -289,6 +289,52 @@ def test_a_bias_that_few_kernels_add_is_not_rounded(kernels):
     assert devices.count(("tpu",)) == (kernels == "many")
 
 
+def test_a_residual_sum_is_rounded_once():
+    """Many kernels read the sum of two streams, not the biased product in it."""
+
+    def loss(params, x):
+        first, w, bias, scale, out = params
+        x = x @ first
+        x = x + (jnp.tanh(x) @ w + bias[None])
+        return jnp.square(norm(norm(x, scale), scale) @ out).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    first, w, bias, scale, out = weights((D, 48), (48, 48), (48,), (48,), (48, D))
+    args = [first, w, bias, 1.0 + scale, out], normal(T, D)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    rounded = [maker(jaxpr, e.invars[0]) for e in eqns(jaxpr, "hold")]
+    stream = maker(jaxpr, rounded[0].invars[0])
+    assert [maker(jaxpr, v).primitive.name for v in stream.invars] == [
+        "convert_element_type",  # a product's half result
+        "add",  # with the bias, and not rounded
+    ]
+
+
+def test_what_a_skip_joins_is_half():
+    """One side of it is read unrounded on TPUs, by the norm at its other end."""
+
+    def loss(params, x):
+        first, bias, scale, w, other, both = params
+        h = x @ first + bias[None]
+        y = jax.nn.silu(norm(norm(h, scale), scale)) @ w
+        joined = jnp.concatenate([y, h], -1)
+        joined = norm(joined, jnp.concatenate([scale, scale]))
+        return jnp.square(joined @ both).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    first, bias, scale, w, other, both = weights(
+        (D, 48), (48,), (48,), (48, 48), (48, D), (96, D)
+    )
+    args = [first, bias, 1.0 + scale, w, other, both], normal(T, D)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    joins = [e for e in eqns(jaxpr, "concatenate") if e.outvars[0].aval.shape[0] == T]
+    assert [dtypes_out(e) for e in joins] == [["bfloat16"]]
+
+
 @pytest.mark.parametrize("statistics", ["of the batch", "of groups"])
 def test_what_several_kernels_read_is_rounded(statistics):
     """The cotangent of a norm behind SiLU, beside one that comes from a skip.
