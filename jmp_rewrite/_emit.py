@@ -30,8 +30,7 @@ class Cell:
       saturate: whether rounding it must not make an infinity of a finite number.
       half: its rounded copy, if somebody asked for it.
       full: its copy cast back to float32, if somebody asked for it.
-      exact: the float32 value that it was rounded from, if a platform reads that.
-      unless: this platform.
+      exact: the float32 value that it was rounded from, if GPUs read that.
       unrounded: the float32 value that it was rounded from, where it was just made.
       origin: what computed it, if a backward pass computes it again.
       again: its float32 value, computed again.
@@ -52,7 +51,6 @@ class Cell:
         "origin",
         "quotient",
         "saturate",
-        "unless",
         "unrounded",
         "value",
     )
@@ -62,7 +60,6 @@ class Cell:
         self.saturate = saturate
         self.half = half
         self.exact: Any = None
-        self.unless = ""
         self.unrounded: Any = None
         self.full: Any = None
         self.origin: Origin | None = None
@@ -122,7 +119,7 @@ class Emitter:
         if cell.full is None:
             cell.full = _compat.convert(cell.value, FLOAT32)
             if cell.exact is not None:
-                cell.full = _compat.restore(cell.full, cell.exact, (cell.unless,))
+                cell.full = _compat.restore(cell.full, cell.exact, (GPU,))
         return cell.full
 
     def read_half(self, cell: Cell) -> Any:
@@ -256,11 +253,9 @@ class Emitter:
                     half = _compat.hold(half)
                 cell = Cell(half, cell.saturate)
                 cell.unrounded = exact
-                if action & Action.EXACT_ON_TPU:
-                    cell.exact, cell.unless = exact, "tpu"
-                elif action & Action.EXACT_ON_GPU:  # computed again, so not stored
+                if action & Action.EXACT_ON_GPU:  # computed again, so not stored
                     (again,) = self._as_it_was(eqn, env)
-                    cell.exact, cell.unless = again.value, GPU
+                    cell.exact = again.value
             cells.append(cell)
         return cells
 

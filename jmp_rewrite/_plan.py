@@ -19,7 +19,6 @@ from jmp_rewrite._scopes import Place
 from jmp_rewrite._storage import (
     REDUCTIONS,
     REMADE_ON_GPU,
-    bottlenecks,
     moves_exactly,
     reads_half,
     storage,
@@ -44,7 +43,6 @@ class Action:
         that one.
       EXACT_ON_GPU: with HELD: there XLA computes it again where it is read in float32,
         so that what reads it takes the value that was not rounded.
-      EXACT_ON_TPU: the same on TPUs.
       AGAIN_ON_GPU: there a backward pass computes its results again to read them in
         float32.
       AGAIN_ON_V5E: on a TPU v5e a backward pass computes its results again.
@@ -65,16 +63,15 @@ class Action:
     ARGUMENT = 16
     HELD = 32
     EXACT_ON_GPU = 64
-    EXACT_ON_TPU = 128
-    AGAIN_ON_GPU = 256
-    AGAIN_ON_V5E = 512
-    CHAIN = 1024
-    ANCHOR = 2048
-    SETTLES = 4096
-    HALF_ON_GPU = 8192
-    DIVIDES = 16384
-    WAITS = 32768
-    STARTS_LATE = 65536
+    AGAIN_ON_GPU = 128
+    AGAIN_ON_V5E = 256
+    CHAIN = 512
+    ANCHOR = 1024
+    SETTLES = 2048
+    HALF_ON_GPU = 4096
+    DIVIDES = 8192
+    WAITS = 16384
+    STARTS_LATE = 32768
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -215,17 +212,13 @@ def make_plan(
     labels = placement(graph, pins)
     if pins.whole_step and placement is not propagation:
         _follow_exactly(graph, pins, labels)
-    gathered = bottlenecks(graph, pins) if pins.whole_step else frozenset()
-    _move_unrounded(graph, pins, labels, gathered)
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
-    for node in _read_in_both(graph, actions):
+    for node in _read_in_both(graph, pins, actions):
         actions[node] |= Action.HELD
-        if pins.whole_step and _is_read_in_float32(node, graph, pins, actions):
-            if node in gathered:
-                actions[node] |= Action.EXACT_ON_TPU
-            elif graph.nodes[node].name in REMADE_ON_GPU:
+        if pins.whole_step and graph.nodes[node].name in REMADE_ON_GPU:
+            if _is_read_in_float32(node, graph, pins, actions):
                 actions[node] |= Action.EXACT_ON_GPU
     if pins.whole_step and half != np.float16:  # its sums may be too large for it
         for node in _last_gradients(graph, pins):
@@ -315,20 +308,6 @@ def _stack_alike(graph: Graph, pins: Pins, labels: list[bool]) -> None:
             labels[node.index] = source or (pins.whole_step and labels[node.index])
 
 
-def _move_unrounded(
-    graph: Graph, pins: Pins, labels: list[bool], gathered: frozenset[int]
-) -> None:
-    """Moves in float32 what one platform reads unrounded."""
-    unrounded = {n for n in gathered if labels[n]}
-    for node in graph.nodes:
-        if node.name in _JOINTS or node.name == "stack_out":
-            continue
-        read = any(v.node in unrounded for v in node.inputs)
-        if read and len(node.inputs) == 1 and moves_exactly(node, pins):
-            unrounded.add(node.index)
-            labels[node.index] = False
-
-
 def _compare_alike(graph: Graph, labels: list[bool]) -> None:
     """Picks from float32 values in float32 where the result is compared with them.
 
@@ -390,16 +369,21 @@ def _last_gradients(graph: Graph, pins: Pins) -> set[int]:
     return {n for n in products if n not in leads and is_backward(graph.nodes[n])}
 
 
-def _read_in_both(graph: Graph, actions: Sequence[int]) -> list[int]:
-    """Returns the rounded results that something reads in float32."""
+def _read_in_both(graph: Graph, pins: Pins, actions: Sequence[int]) -> list[int]:
+    """Returns the rounded results that something reads in float32.
+
+    Where they are moved first, in half, as well: XLA moves the rounding with them.
+    """
     consumers = graph.consumers()
-    returned = {v.node for v in graph.results}
-    return [
-        n
-        for n, action in enumerate(actions)
-        if action & Action.WIDE
-        and (n in returned or any(_reads_full(actions[c]) for c in consumers[n]))
-    ]
+    in_float32 = {v.node for v in graph.results}
+    for node in reversed(graph.nodes):
+        if any(
+            _reads_full(actions[c])
+            or (c in in_float32 and moves_exactly(graph.nodes[c], pins))
+            for c in consumers[node.index]
+        ):
+            in_float32.add(node.index)
+    return [n for n, a in enumerate(actions) if a & Action.WIDE and n in in_float32]
 
 
 def _reads_full(action: int) -> bool:

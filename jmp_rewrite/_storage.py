@@ -360,7 +360,7 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         needed.update(anchors)
         needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
     else:
-        needed |= bottlenecks(graph, pins)
+        needed |= _bottlenecks(graph, pins, anchors, stored, levels)
         needed |= _read_by_several(graph, anchors, stored, levels)
     for index in needed:
         if index is not None:
@@ -392,22 +392,27 @@ def _levels(graph: Graph, stored: Sequence[bool]) -> list[int]:
     return levels
 
 
-def bottlenecks(graph: Graph, pins: Pins) -> frozenset[int]:
+def _bottlenecks(
+    graph: Graph,
+    pins: Pins,
+    anchors: Sequence[int | None],
+    stored: Sequence[bool],
+    levels: Sequence[int],
+) -> set[int]:
     """Returns what all readers of a stored value read in its place, if they are many.
 
     A norm is five kernels on a GPU: the statistics, the result, and three of the
-    backward pass. If a bias or a shift is added to a product before it, XLA:GPU does
-    not add it in each of them, but once, and stores the sum beside the product: in
-    float32, unless it is rounded. XLA:TPU stores what it likes either way.
+    backward pass. If a bias or a shift is added to a product before it, XLA does not
+    add it in each of them, but once, and stores the sum beside the product, or in its
+    place: in float32, unless it is rounded. What is joined to it, if that is small (a
+    token for the class), and what moves it, are on the way.
     """
-    stored = _ends_kernel(graph, pins)
-    levels, loops = _levels(graph, stored), _innermost_loops(graph)
-    consumers, anchors = graph.consumers(), _anchors(graph, stored)
+    consumers, loops = graph.consumers(), _innermost_loops(graph)
     sizes = [elements(n.avals) for n in graph.nodes]
 
     def is_remade(index: int, size: int) -> bool:
         node = graph.nodes[index]
-        is_one = len(node.avals) == 1 and sizes[index] == size
+        is_one = len(node.avals) == 1 and size <= sizes[index] < 2 * size
         return is_one and not stored[index] and node.name not in COSTLY
 
     def follows(index: int, source: int) -> bool:
@@ -439,7 +444,7 @@ def bottlenecks(graph: Graph, pins: Pins) -> frozenset[int]:
                     stack.append(reader)
         if len(kernels) >= MANY_KERNELS:
             found.add(computed)
-    return frozenset(found)
+    return found
 
 
 def _read_by_several(
