@@ -233,11 +233,21 @@ def _rounded_product_primitive() -> jex.Primitive:
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         return primitive.bind(*primals, **params), tangents[2]
 
-    def rounded(first: Any, second: Any, out: Any, **params: Any) -> Any:
+    def rounded(
+        first: Any, second: Any, out: Any, *, swapped: bool, **params: Any
+    ) -> Any:
+        if swapped:
+            contracting, batch = params["dimension_numbers"]
+            params["dimension_numbers"] = (contracting[::-1], batch[::-1])
+            first, second = second, first
         half = lax.dot_general(
             first, second, preferred_element_type=first.dtype, **params
         )
-        return convert(half, out.dtype)
+        full = convert(half, out.dtype)
+        if not swapped:
+            return full
+        rows = first.ndim - len(contracting[1])
+        return lax.transpose(full, (*range(rows, full.ndim), *range(rows)))
 
     on_gpu = mlir.lower_fun(rounded, multiple_results=False)
 
@@ -265,13 +275,19 @@ _ROUNDED_PRODUCT = _rounded_product_primitive()
 
 
 def shielded_product(
-    eqn: Any, operands: Sequence[Any], params: dict[str, Any], half_on_gpu: bool = False
+    eqn: Any,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    half_on_gpu: bool = False,
+    swapped: bool = False,
 ) -> list[Any]:
     """Emits a bfloat16 product with a float32 result so that XLA:CPU can run it.
 
     With `half_on_gpu` it is rounded where the program is one for a single NVIDIA GPU: a
     weight gradient is written, and read by the optimizer, in half as many bytes, as it
-    is by hand. Several devices add up what each of them computes, in float32.
+    is by hand. Several devices add up what each of them computes, in float32. If it is
+    transposed where it is read, it is `swapped` there: XLA:GPU folds no transpose into
+    a product behind a cast, and moves it behind the optimizer's arithmetic instead.
 
     XLA:CPU folds transposes into products after it has chosen a kernel, and has none
     for what comes out ("Unsupported element type for DotThunk::Execute: BF16 x BF16 =
@@ -288,7 +304,7 @@ def shielded_product(
     out = lax.reduce_precision(out, exponent_bits=8, mantissa_bits=23)
     if half_on_gpu and eqn.primitive.name == "dot_general":
         rest = {k: v for k, v in params.items() if k != "preferred_element_type"}
-        out = _ROUNDED_PRODUCT.bind(*operands, out, **rest)
+        out = _ROUNDED_PRODUCT.bind(*operands, out, swapped=swapped, **rest)
     return [out]
 
 

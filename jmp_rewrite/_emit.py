@@ -210,7 +210,7 @@ class Emitter:
             return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
         if is_product and "preferred_element_type" in eqn.params:
-            return self._product(eqn, action, env)
+            return self._product(entry, eqn, action, env)
         if action & Action.WIDE:
             return self._wide(eqn, action, env)
         if (
@@ -227,7 +227,9 @@ class Emitter:
         values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
         return [Cell(x, saturate) for x in _compat.bind(eqn, values, eqn.params)]
 
-    def _product(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
+    def _product(
+        self, entry: int, eqn: Any, action: int, env: dict[Any, Cell]
+    ) -> list[Cell]:
         """Emits a product of half operands, accumulated in float32."""
         values = self._half_operands(eqn, env, {})
         dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
@@ -237,9 +239,30 @@ class Emitter:
         is_bfloat16 = self.plan.half != np.float16
         if action & Action.EMITS_FULL and is_bfloat16 and len(values) == 2:
             on_gpu = bool(action & Action.HALF_ON_GPU)
-            outs = _compat.shielded_product(eqn, values, params, on_gpu)
+            swapped = on_gpu and self._is_read_transposed(entry)
+            outs = _compat.shielded_product(eqn, values, params, on_gpu, swapped)
             return [Cell(x) for x in outs]
         return [Cell(x) for x in _compat.bind(eqn, values, params)]
+
+    def _is_read_transposed(self, entry: int) -> bool:
+        """Tells a product that is transposed for its one reader, operand by operand.
+
+        So the gradient of `w` in `x @ w` is, if JAX made it.
+        """
+        nodes, readers = self.plan.graph.nodes, self.plan.graph.consumers()
+        eqn = nodes[entry].eqn
+        if eqn.primitive.name != "dot_general":
+            return False
+        (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
+        order = tuple(range(eqn.outvars[0].aval.ndim))
+        while len(readers[entry]) == 1:
+            (entry,) = readers[entry]
+            if nodes[entry].name != "transpose":
+                break
+            order = tuple(order[d] for d in nodes[entry].eqn.params["permutation"])
+        rows = eqn.invars[0].aval.ndim - len(contracting) - len(batch)
+        swapped = (*range(rows, len(order)), *range(rows))
+        return not batch and order == swapped != tuple(range(len(order)))
 
     def _wide(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""

@@ -495,6 +495,28 @@ def test_gradients_that_lead_to_products_are_not_rounded():
     assert types.count("xf32") == 4 and types.count("bf16") == 2
 
 
+@pytest.mark.parametrize("read", ["as JAX does", "untransposed"])
+def test_a_rounded_product_is_as_it_is_read(read):
+    """XLA:GPU folds no transpose into a product behind a cast."""
+    x, w, out = normal(T, D), *weights((D, F), (F, D))
+
+    def loss(w, x):
+        h = x @ w if read == "as JAX does" else x @ w.T
+        return jnp.square(jnp.tanh(h) @ out).mean()
+
+    def step(w, x):
+        return w - jax.grad(loss)(w, x)
+
+    w = w if read == "as JAX does" else w.T
+    half = mixed_precision(step, "mixed_bfloat16")
+    (gradient,) = [
+        t for t in lowered_products(half, (w, x), "cuda") if t.endswith("bf16")
+    ]
+    assert gradient == "x".join([*map(str, w.shape), "bf16"])
+    error = relative_error(half(w, x) - w, step(w, x) - w)
+    assert error < 8 * EPS["mixed_bfloat16"]
+
+
 def test_a_rounded_product_is_mapped_and_differentiated():
     step, params, x = step_of(jax.nn.relu, biased=False)
     half = mixed_precision(step, "mixed_bfloat16")
