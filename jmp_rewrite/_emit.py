@@ -30,8 +30,10 @@ class Cell:
       saturate: whether rounding it must not make an infinity of a finite number.
       half: its rounded copy, if somebody asked for it.
       full: its copy cast back to float32, if somebody asked for it.
-      exact: the float32 value that it was rounded from, if GPUs read that.
-      unrounded: the float32 value that it was rounded from, where it was just made.
+      exact: the float32 value that it was rounded from, computed a second time, if GPUs
+        read that.
+      unrounded: the float32 value that it was rounded from, if it was rounded where it
+        was computed.
       origin: what computed it, if a backward pass computes it again.
       again: its float32 value, computed again.
       apart: its value behind a barrier, from which others are computed again.
