@@ -21,8 +21,8 @@ from jax.extend import source_info_util
 from jax.extend.core import primitives
 from jax.interpreters import ad, batching, mlir
 
-# Devices as `restore` knows them: a platform, and a generation of TPUs.
-GPU, TPU_V5E, TPU_V6E = "cuda", "TPU v5 lite", "TPU v6 lite"
+# Devices as `restore` knows them: platforms, and generations of TPUs.
+CPU, GPU, TPU_V5E, TPU_V6E = "cpu", "cuda", "TPU v5 lite", "TPU v6 lite"
 
 # JAX < 0.11 tells open from closed jaxprs; later versions have one class.
 CLOSED_IS_OPEN = jex.ClosedJaxpr is jex.Jaxpr
@@ -434,21 +434,29 @@ def hold(x: Any) -> Any:
     return _HOLD.bind(x)
 
 
-def _restore_primitive() -> jex.Primitive:
-    """Makes what reads a stored value; on some devices, what it can be made of."""
-    primitive = jex.Primitive("restore")
+def _reading_primitive(name: str, differentiated: int) -> jex.Primitive:
+    """Makes what reads one of two values, by device.
+
+    Args:
+      name: of the primitive.
+      differentiated: which of the two its derivative is that of, on all devices.
+    """
+    primitive = jex.Primitive(name)
 
     def batched(operands: Any, axes: Any, *, on: tuple[str, ...]) -> Any:
         fronts = jax.vmap(lambda *xs: xs, axes)(*operands)
         return primitive.bind(*fronts, on=on), 0
 
     def jvp(primals: Any, tangents: Any, *, on: tuple[str, ...]) -> Any:
-        return primitive.bind(*primals, on=on), tangents[1]
+        return primitive.bind(*primals, on=on), tangents[differentiated]
 
     def lower(ctx: Any, stored: Any, again: Any, *, on: tuple[str, ...]) -> Any:
         return [again if _is_for(ctx.module_context, on) else stored]
 
-    primitive.def_impl(lambda stored, again, on: stored)
+    def run(stored: Any, again: Any, *, on: tuple[str, ...]) -> Any:
+        return again if jax.default_backend() in on else stored
+
+    primitive.def_impl(run)
     primitive.def_abstract_eval(lambda stored, again, on: again)
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batched
@@ -470,7 +478,8 @@ def _is_for(context: Any, devices: tuple[str, ...]) -> bool:
     return any(d == platform or (is_tpu and f"{d}\n" in version) for d in devices)
 
 
-_RESTORE = _restore_primitive()
+_RESTORE = _reading_primitive("restore", 1)
+_UNROUNDED = _reading_primitive("unrounded", 0)
 
 
 def restore(stored: Any, again: Any, on: tuple[str, ...]) -> Any:
@@ -484,9 +493,22 @@ def restore(stored: Any, again: Any, on: tuple[str, ...]) -> Any:
       stored: [...]; what is read on most devices, and wherever a program is for several
         platforms.
       again: [...] of the same dtype; what is read on some.
-      on: platforms, "cuda" or "tpu", and generations of TPUs, as "TPU v5 lite".
+      on: platforms, as "cuda", and generations of TPUs, as "TPU v5 lite".
     """
     return _RESTORE.bind(stored, again, on=on)
+
+
+def unrounded(rounded: Any, exact: Any) -> Any:
+    """Reads a value as it was rounded to be stored; on CPUs, as it was before that.
+
+    The derivative is that of the rounded value, so that outside of CPUs nothing depends
+    on this.
+
+    Args:
+      rounded: [...], cast back.
+      exact: [...] of the same dtype.
+    """
+    return _UNROUNDED.bind(rounded, exact, on=(CPU,))
 
 
 def settled(x: Any) -> Any:

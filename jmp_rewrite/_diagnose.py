@@ -46,7 +46,8 @@ def diagnose(
 
     It runs outside of `jax.jit`, on real arguments, and takes about six times as long
     as the float32 run outside of `jax.jit`, in about twice its memory. Callbacks run
-    several times.
+    several times. Everything is rounded that an accelerator rounds, on a CPU too, which
+    by itself reads some values before they are rounded.
 
     Args:
       fun: the function, with or without `mixed_precision` and `jax.jit` around it.

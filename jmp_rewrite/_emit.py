@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jmp_rewrite import _compat
+from jmp_rewrite._again import is_backward
 from jmp_rewrite._cast import after_cast, narrow, scalar
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._demand import AS_HALF, Demand
@@ -34,6 +35,8 @@ class Cell:
         read that.
       unrounded: the float32 value that it was rounded from, if it was rounded where it
         was computed.
+      exact_in: the passes in which CPUs read that, as `is_backward` tells them.
+      on_cpu: the cell that these read.
       origin: what computed it, if a backward pass computes it again.
       again: its float32 value, computed again.
       apart: its value behind a barrier, from which others are computed again.
@@ -48,8 +51,10 @@ class Cell:
         "backward",
         "base",
         "exact",
+        "exact_in",
         "full",
         "half",
+        "on_cpu",
         "origin",
         "quotient",
         "saturate",
@@ -63,6 +68,8 @@ class Cell:
         self.half = half
         self.exact: Any = None
         self.unrounded: Any = None
+        self.exact_in: tuple[bool, ...] = ()
+        self.on_cpu: Cell | None = None
         self.full: Any = None
         self.origin: Origin | None = None
         self.again: Any = None
@@ -184,13 +191,12 @@ class Emitter:
             env = {operand: env[instead]}
         if index in instance.partial:
             eqn, env = _of_partial(eqn, instance.partial[index], env)
-        if entry is not None and self.plan.computes_again:
-            env = self._reads_again(entry, action, eqn, env)
-        cells = self._emit(entry, action, eqn, env)
+        reads = env if entry is None else self._reads(entry, action, eqn, env)
+        cells = self._emit(entry, action, eqn, reads)
         if action & Action.WAITS:
             cells = [Cell(_compat.written(c.value), c.saturate) for c in cells]
         if action & (Action.CHAIN | Action.ANCHOR):
-            cells[0].origin = Origin(action, eqn, env)
+            cells[0].origin = Origin(action, eqn, _operands(eqn, env))
         if action & Action.DIVIDES:
             numerator, divisor = eqn.invars
             by = Cell(self.read_full(env[divisor], divisor.aval))
@@ -214,7 +220,7 @@ class Emitter:
         if is_product and "preferred_element_type" in eqn.params:
             return self._product(entry, eqn, action, env)
         if action & Action.WIDE:
-            return self._wide(eqn, action, env)
+            return self._wide(entry, eqn, action, env)
         if (
             eqn.primitive.name == "sharding_constraint"
             and entry in self.plan.pins.moved
@@ -266,7 +272,9 @@ class Emitter:
         swapped = (*range(rows, len(order)), *range(rows))
         return not batch and order == swapped != tuple(range(len(order)))
 
-    def _wide(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
+    def _wide(
+        self, entry: int, eqn: Any, action: int, env: dict[Any, Cell]
+    ) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
         saturates = bool(action & Action.SATURATES)
         cells = []
@@ -278,6 +286,9 @@ class Emitter:
                     half = _compat.hold(half)
                 cell = Cell(half, cell.saturate)
                 cell.unrounded = exact
+                if action & Action.EXACT_ON_CPU:
+                    late = is_backward(self.plan.graph.nodes[entry])
+                    cell.exact_in = (False, True) if late else (False,)
                 if action & Action.EXACT_ON_GPU:  # computed again, so not stored
                     (again,) = self._as_it_was(eqn, env)
                     cell.exact = again.value
@@ -337,25 +348,45 @@ class Emitter:
         outs = _compat.bind(eqn, values, eqn.params)
         return [Cell(x, c.saturate) for x, c in zip(outs, cells, strict=True)]
 
-    # ---- what a backward pass computes again
+    # ---- what is stored and what is read in its place
 
-    def _reads_again(
+    def _reads(
         self, entry: int, action: int, eqn: Any, env: dict[Any, Cell]
     ) -> dict[Any, Cell]:
-        """Returns an equation's operands; what a backward pass reads, computed again.
+        """Returns the operands of an equation as its pass reads them."""
+        late = is_backward(self.plan.graph.nodes[entry])
+        in_half = bool(action & Action.HALF) and not action & Action.WIDE
+        operands = _operands(eqn, env)
+        for var, cell in operands.items():
+            if late and self.plan.computes_again:
+                cell = self._read_again(cell, var.aval, in_half)
+            if late in cell.exact_in and not in_half:
+                cell = self._read_on_cpu(cell, var.aval)
+            operands[var] = cell
+        return operands
+
+    def _read_on_cpu(self, cell: Cell, aval: Any) -> Cell:
+        """Returns what is read in float32 in the pass in which it was computed.
+
+        A CPU is short of digits before it is short of memory: what was rounded to be
+        stored is read as it was before, as long as it is there. Where a program is
+        written in half by hand, XLA:CPU leaves such roundings out itself.
+        """
+        if cell.on_cpu is None:
+            stored = self.read_full(cell, aval)
+            cell.on_cpu = Cell(_compat.unrounded(stored, cell.unrounded))
+        return cell.on_cpu
+
+    def _read_again(self, cell: Cell, aval: Any, in_half: bool) -> Cell:
+        """Returns the cell that a backward pass reads: what is computed again, if so.
 
         On other devices than those that are meant it reads what was stored.
         """
-        place = self.plan.graph.nodes[entry].place
-        operands = {v: env[v] for v in eqn.invars if not hasattr(v, "val")}
-        if place.backward and not place.recomputed:
-            in_half = bool(action & Action.HALF) and not action & Action.WIDE
-            for var, cell in operands.items():
-                if cell.quotient is not None and not in_half:
-                    operands[var] = self._multiplied(cell)
-                elif cell.origin is not None:
-                    operands[var] = self._backward(cell, var.aval, in_half)
-        return operands
+        if cell.quotient is not None and not in_half:
+            return self._multiplied(cell)
+        if cell.origin is not None:
+            return self._backward(cell, aval, in_half)
+        return cell
 
     def _backward(self, cell: Cell, aval: Any, in_half: bool) -> Cell:
         """Returns the cell that a backward pass reads, in half or in float32."""
@@ -544,6 +575,10 @@ class Emitter:
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:
     return Cell(atom.val) if hasattr(atom, "val") else env[atom]
+
+
+def _operands(eqn: Any, env: dict[Any, Cell]) -> dict[Any, Cell]:
+    return {v: env[v] for v in eqn.invars if not hasattr(v, "val")}
 
 
 def _of_partial(

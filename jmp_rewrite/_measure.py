@@ -140,7 +140,7 @@ class _Origins:
     def read(self, eqn: Any) -> list[Any]:
         """Returns what an equation reads, each value seen through its views."""
         values = [v for v in eqn.invars if not hasattr(v, "val")]
-        if eqn.primitive.name == "restore":
+        if eqn.primitive.name in ("restore", "unrounded"):
             values = values[:1]  # what is stored is the rounded value
         if eqn.primitive.name == "rounded_product":
             values = values[2:]

@@ -17,6 +17,7 @@ from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category
 from jmp_rewrite._scopes import Place
 from jmp_rewrite._storage import (
+    COSTLY,
     REDUCTIONS,
     REMADE_ON_GPU,
     moves_exactly,
@@ -43,6 +44,8 @@ class Action:
         that one.
       EXACT_ON_GPU: with HELD: there XLA computes it again where it is read in float32,
         so that what reads it takes the value that was not rounded.
+      EXACT_ON_CPU: with HELD: there what was not rounded is read in its place, but for
+        what a backward pass reads of a forward pass.
       AGAIN_ON_GPU: there a backward pass computes its results again to read them in
         float32.
       AGAIN_ON_V5E: on a TPU v5e a backward pass computes its results again.
@@ -72,6 +75,7 @@ class Action:
     DIVIDES = 8192
     WAITS = 16384
     STARTS_LATE = 32768
+    EXACT_ON_CPU = 65536
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -118,6 +122,10 @@ _PICKS = frozenset(
         "transpose",
     }
 )
+
+
+# These ask which elements are the same.
+_COMPARES = frozenset({"eq", "ne"})
 
 
 # These hold a jaxpr that takes float32 scalars.
@@ -217,9 +225,12 @@ def make_plan(
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
     for node in _read_in_both(graph, pins, actions):
         actions[node] |= Action.HELD
+        if not _is_read_in_float32(node, graph, pins, actions):
+            continue
+        if _is_exact_on_cpus(node, graph):
+            actions[node] |= Action.EXACT_ON_CPU
         if pins.whole_step and graph.nodes[node].name in REMADE_ON_GPU:
-            if _is_read_in_float32(node, graph, pins, actions):
-                actions[node] |= Action.EXACT_ON_GPU
+            actions[node] |= Action.EXACT_ON_GPU
     if pins.whole_step and half != np.float16:  # its sums may be too large for it
         for node in _last_gradients(graph, pins):
             actions[node] |= Action.HALF_ON_GPU
@@ -314,7 +325,7 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
     The gradient of a maximum asks which elements equal it, and divides by their number.
     If the maximum were of rounded copies, none would, and the gradient would be NaN.
     """
-    stack = [n.index for n in graph.nodes if n.name in ("eq", "ne")]
+    stack = [n.index for n in graph.nodes if n.name in _COMPARES]
     compared: set[int] = set()
     while stack:
         for value in graph.nodes[stack.pop()].inputs:
@@ -400,6 +411,19 @@ def _is_read_in_float32(
     """
     readers = graph.consumers()[node]
     return all(reads_half(r, pins) or _reads_full(actions[r]) for r in readers)
+
+
+def _is_exact_on_cpus(node: int, graph: Graph) -> bool:
+    """Tells whether a CPU may read a rounded value as it was before.
+
+    A costly function's result is a factor, of which half is enough; XLA:CPU would keep
+    it in float32 for the backward pass. What is picked from has to be what is compared:
+    if a forward pass takes the maximum of exact values, a backward pass that compares
+    rounded ones with it finds none.
+    """
+    names = {graph.nodes[r].name for r in graph.consumers()[node]}
+    is_compared = not names.isdisjoint(_PICKS | _COMPARES)
+    return graph.nodes[node].name not in COSTLY and not is_compared
 
 
 def _width(node: Node, graph: Graph, pins: Pins) -> int:

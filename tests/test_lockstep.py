@@ -35,6 +35,12 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture(autouse=True)
+def rounded_on_cpus(monkeypatch):
+    """What is diagnosed is what accelerators run: a CPU reads some values unrounded."""
+    monkeypatch.setattr(_compat, "unrounded", lambda rounded, exact: rounded)
+
+
 def lockstep(fun, args, policy="mixed_bfloat16", rounded_less=False):
     """Returns the results of both programs, those expected, and the findings."""
     traced = _transform.trace_call(fun, args, {})
