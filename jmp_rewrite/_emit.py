@@ -250,6 +250,8 @@ class Emitter:
             swapped = on_gpu and self._is_read_transposed(entry)
             outs = _compat.shielded_product(eqn, values, params, on_gpu, swapped)
             return [Cell(x) for x in outs]
+        if self.plan.pins.whole_step:
+            return [Cell(x) for x in _compat.half_product(eqn, values, params)]
         return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
     def _is_read_transposed(self, entry: int) -> bool:

@@ -2,8 +2,9 @@
 
 The rewritten half is emitted by the library's own `Emitter`, so that what is diagnosed
 is what accelerators run (a CPU reads some values before they are rounded); beside each
-of its values stands the reference's, which is float32 everywhere. Only what was counted is kept: a value is freed after its last use. What no
-rounding has touched yet is one value for both.
+of its values stands the reference's, which is float32 everywhere. Only what was counted
+is kept: a value is freed after its last use. What no rounding has touched yet is one
+value for both.
 """
 
 from __future__ import annotations

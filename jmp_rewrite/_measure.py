@@ -22,6 +22,7 @@ VIEWS = frozenset(
         "broadcast_in_dim",
         "copy",
         "copy_p",
+        "cpu_product",
         "expand_dims",
         "name",
         "pvary",
@@ -142,7 +143,7 @@ class _Origins:
         values = [v for v in eqn.invars if not hasattr(v, "val")]
         if eqn.primitive.name in ("restore", "unrounded"):
             values = values[:1]  # what is stored is the rounded value
-        if eqn.primitive.name == "rounded_product":
+        if eqn.primitive.name in ("cpu_product", "rounded_product"):
             values = values[2:]
         return [self._views.get(v, v) for v in values]
 

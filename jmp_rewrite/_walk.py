@@ -243,6 +243,8 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
         return Verdict(INSERTED, "some devices compute it again, others read it")
     if eqn.primitive.name == "unrounded":
         return Verdict(INSERTED, "a CPU reads it as it was before it was rounded")
+    if eqn.primitive.name == "cpu_product":
+        return Verdict(INSERTED, "a CPU rounds behind the product, which is faster")
     if eqn.primitive.name == "rounded_product":
         return Verdict(INSERTED, "one NVIDIA GPU rounds it in the product, as by hand")
     if eqn.primitive.name in ("reshape", "transpose"):
