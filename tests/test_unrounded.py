@@ -64,9 +64,9 @@ def test_gradients_are_more_exact_on_a_cpu(policy, rounded):
         _, _, grads = jax.jit(mixed_precision(step, policy))(*arguments())
         return relative_error(grads, exact)
 
-    before = error()
+    on_a_cpu = error()
     rounded()
-    assert before < 0.95 * error()  # 0.92 here; real models, of BERT's kind, 0.7
+    assert on_a_cpu < 0.95 * error()  # 0.92 and 0.93; of a BERT 0.77
 
 
 @pytest.mark.parametrize("policy", POLICIES)
