@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -567,6 +567,88 @@ def unrounded(rounded: Any, exact: Any) -> Any:
       exact: [...] of the same dtype.
     """
     return _UNROUNDED.bind(rounded, exact, on=(CPU,))
+
+
+class SumLayout(NamedTuple):
+    """How a sum over features is taken of the product of two arrays.
+
+    Attributes:
+      order: the dimensions of the second array, in the order of those of the first.
+      features: those of the first that are summed over.
+      rows: the order of the others in the result.
+      keys: of each factor the dimensions along which all its numbers are the same.
+      factors: of each factor the order of its others; empty for a number.
+      divides: whether it is a divisor.
+      number: another factor.
+    """
+
+    order: tuple[int, ...]
+    features: tuple[int, ...]
+    rows: tuple[int, ...]
+    keys: tuple[tuple[int, ...], ...]
+    factors: tuple[tuple[int, ...], ...]
+    divides: tuple[bool, ...]
+    number: float
+
+
+def _feature_sum_primitive() -> jex.Primitive:
+    """Makes what reads a sum; a TPU takes another one, which is equal, instead."""
+    primitive = jex.Primitive("feature_sum")
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        return primitive.bind(*primals, **params), tangents[0]
+
+    def instead(
+        stored: Any, first: Any, second: Any, *factors: Any, layout: SumLayout
+    ) -> Any:
+        second = lax.transpose(convert(second, np.float32), layout.order)
+        terms = lax.mul(convert(first, np.float32), second)
+        total = lax.reduce_sum(terms, layout.features)
+        total = lax.transpose(total, layout.rows) * np.float32(layout.number)
+        for x, keys, order, divides in zip(factors, *layout[3:6], strict=True):
+            for dim in reversed(keys):
+                x = lax.index_in_dim(x, 0, dim, keepdims=False)
+            x = lax.transpose(x, order) if order else x
+            total = total / x if divides else total * x
+        return total
+
+    primitive.def_impl(lambda stored, *operands, layout: stored)
+    primitive.def_abstract_eval(lambda stored, *operands, layout: stored)
+    ad.primitive_jvps[primitive] = jvp
+    # Mapped over, the dimensions lie elsewhere.
+    batching.primitive_batchers[primitive] = lambda xs, axes, *, layout: (
+        xs[0],
+        axes[0],
+    )
+    on_tpu = mlir.lower_fun(instead, multiple_results=False)
+
+    def lower(ctx: Any, stored: Any, *operands: Any, layout: SumLayout) -> Any:
+        if not _is_for(ctx.module_context, ("tpu",)):
+            return [stored]
+        return on_tpu(ctx, stored, *operands, layout=layout)
+
+    mlir.register_lowering(primitive, lower)
+    return primitive
+
+
+_FEATURE_SUM = _feature_sum_primitive()
+
+
+def feature_sum(
+    stored: Any, first: Any, second: Any, factors: Sequence[Any], layout: SumLayout
+) -> Any:
+    """Reads a sum; on TPUs, takes one over the features of two arrays instead.
+
+    Args:
+      stored: [...]; the sum that is read on other devices.
+      first: a half array.
+      second: a half array of the same dimensions in another order.
+      factors: float32 arrays by which the sum over features is multiplied or divided.
+      layout: how their dimensions lie.
+    """
+    if not jax.typeof(stored).sharding.mesh.empty:  # they may be laid out, or vary
+        return stored
+    return _FEATURE_SUM.bind(stored, first, second, *factors, layout=layout)
 
 
 def settled(x: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._again import is_backward
+from jmp_rewrite._attention import FeatureSum
 from jmp_rewrite._cast import after_cast, narrow, scalar
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._demand import AS_HALF, Demand
@@ -193,6 +194,9 @@ class Emitter:
             eqn, env = _of_partial(eqn, instance.partial[index], env)
         reads = env if entry is None else self._reads(entry, action, eqn, env)
         cells = self._emit(entry, action, eqn, reads)
+        if index in self.plan.feature_sums.get(instance, ()):
+            how = self.plan.feature_sums[instance][index]
+            cells = [self._over_features(cells[0], how, env)]
         if action & Action.WAITS:
             cells = [Cell(_compat.written(c.value), c.saturate) for c in cells]
         if action & (Action.CHAIN | Action.ANCHOR):
@@ -228,6 +232,15 @@ class Emitter:
             return self._constraint(eqn, action, env)
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, action, env, literals)
+
+    def _over_features(self, cell: Cell, how: FeatureSum, env: dict[Any, Cell]) -> Cell:
+        """Returns a sum as a TPU takes it."""
+        read = {how.cotangent, how.output, *how.factors}
+        if cell.value.dtype != FLOAT32 or not read <= env.keys():
+            return cell  # behind a loop
+        do, o = (self.read_half(env[v]) for v in (how.cotangent, how.output))
+        factors = [self.read_full(env[v], v.aval) for v in how.factors]
+        return Cell(_compat.feature_sum(cell.value, do, o, factors, how.layout))
 
     def _as_it_was(
         self, eqn: Any, env: dict[Any, Cell], saturate: bool = False
@@ -566,7 +579,8 @@ class Emitter:
                 for i in instance.inner.values()
             )
             instead = tuple(instance.instead.items())
-            key = (id(instance.jaxpr), actions, inner, instead)
+            over = tuple(self.plan.feature_sums.get(instance, ()))
+            key = (id(instance.jaxpr), actions, inner, instead, over)
             # Numbers nest where tuples would be hashed to their full depth each time.
             self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]

@@ -22,7 +22,9 @@ _HALVES = ("bfloat16", "float16")
 # Titles of `_rules` under which an equation means its dtypes.
 _TYPED = ("opaque", "depends on the dtype", "draws random bits")
 # This library's own, which take any dtype.
-_OWN = ("cpu_barrier", "cpu_product", "rounded_product", "saturating_cast")
+_OWN = frozenset(
+    {"cpu_barrier", "cpu_product", "feature_sum", "rounded_product", "saturating_cast"}
+)
 
 
 def is_half(aval: Any) -> bool:

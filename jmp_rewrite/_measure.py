@@ -24,6 +24,7 @@ VIEWS = frozenset(
         "copy_p",
         "cpu_product",
         "expand_dims",
+        "feature_sum",
         "name",
         "pvary",
         "reshape",
@@ -141,7 +142,7 @@ class _Origins:
     def read(self, eqn: Any) -> list[Any]:
         """Returns what an equation reads, each value seen through its views."""
         values = [v for v in eqn.invars if not hasattr(v, "val")]
-        if eqn.primitive.name in ("restore", "unrounded"):
+        if eqn.primitive.name in ("feature_sum", "restore", "unrounded"):
             values = values[:1]  # what is stored is the rounded value
         if eqn.primitive.name in ("cpu_product", "rounded_product"):
             values = values[2:]

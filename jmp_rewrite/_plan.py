@@ -11,6 +11,7 @@ import numpy as np
 
 from jmp_rewrite import _place, _rules, _state
 from jmp_rewrite._again import computed_again, is_backward
+from jmp_rewrite._attention import FeatureSum, sums_over_features
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
@@ -146,6 +147,7 @@ class Plan:
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
       rests: what is left of a scan's body, if that is not all of it.
+      feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
     """
 
     graph: Graph
@@ -155,6 +157,9 @@ class Plan:
     shared: bool
     nested: Callable[[Any, Place], Plan]
     rests: dict[Instance, Rest] = dataclasses.field(default_factory=dict)
+    feature_sums: dict[Instance, dict[int, FeatureSum]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def rewrites(self) -> bool:
@@ -245,6 +250,7 @@ def make_plan(
     plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
     if pins.whole_step and placement is cheapest:
         plan.rests = _rests(graph, pins, actions)
+        plan.feature_sums = sums_over_features(graph, pins, halves)
     return plan
 
 

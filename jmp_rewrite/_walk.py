@@ -245,6 +245,8 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
         return Verdict(INSERTED, "a CPU reads it as it was before it was rounded")
     if eqn.primitive.name == "cpu_product":
         return Verdict(INSERTED, "a CPU rounds behind the product, which is faster")
+    if eqn.primitive.name == "feature_sum":
+        return Verdict(INSERTED, "a TPU takes an attention's sum over its features")
     if eqn.primitive.name == "rounded_product":
         return Verdict(INSERTED, "one NVIDIA GPU rounds it in the product, as by hand")
     if eqn.primitive.name in ("reshape", "transpose"):

@@ -1,0 +1,318 @@
+"""The sum over keys in an attention's backward pass is one over features on TPUs."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import EPS, HALF, bit_equal, eqns, relative_error, trace
+from jax import lax
+from programs import normal, weights
+
+from jmp_rewrite import _compat, diagnose, explain, full_precision, mixed_precision
+
+POLICIES = sorted(HALF)
+B, T, H, D = 2, 24, 3, 8  # examples, places, heads, features of each
+WIDTH = H * D
+DROPPED = np.random.RandomState(0).rand(B, H, T, T) < 0.2
+SHORT = np.arange(T) < np.asarray([[T], [T - 9]])  # which keys are there
+
+
+@pytest.fixture(params=["stored", "features"])
+def as_tpu(request, monkeypatch):
+    """Runs a test twice: with the sums of this CPU, and with those of a TPU."""
+    is_tpu = request.param == "features"
+    if is_tpu:
+        monkeypatch.setattr(_compat, "_is_for", lambda context, on: "tpu" in on)
+    return is_tpu
+
+
+def softmax(scores):
+    return jax.nn.softmax(scores)
+
+
+def written_softmax(scores):
+    e = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+    return e / e.sum(-1, keepdims=True)
+
+
+def causal(scores):
+    mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return softmax(jnp.where(mask, scores, jnp.finfo(scores.dtype).min))
+
+
+def masked(scores):
+    """With a mask that is added, as Hugging Face writes it."""
+    bias = jnp.where(SHORT, 0.0, jnp.finfo(scores.dtype).min)
+    return softmax(scores + bias[:, None, None])
+
+
+def dropout(scores):
+    """As Flax writes it."""
+    return softmax(scores) * ((~DROPPED).astype(scores.dtype) / 0.8)
+
+
+def scaled(scores):
+    return 0.5 * softmax(scores) * 3.0
+
+
+def gated(scores):
+    """By what may be zero in a whole row; its own gradient is another sum."""
+    return softmax(scores) * jax.nn.relu(scores.sum(-1, keepdims=True))
+
+
+def divided(scores):
+    return softmax(scores) / (1 + jnp.square(scores).sum(-1, keepdims=True))
+
+
+ROWS = {
+    f.__name__: f
+    for f in (
+        softmax,
+        written_softmax,
+        causal,
+        masked,
+        dropout,
+        scaled,
+        gated,
+        divided,
+    )
+}
+
+
+def first_heads(q, k, v, rows):
+    """[B, T, H, D], as Flax has them."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.float32(np.sqrt(D))
+    return jnp.einsum("bhqk,bkhd->bqhd", rows(scores), v)
+
+
+def last_heads(q, k, v, rows):
+    """[B, H, T, D], as most write them in PyTorch."""
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    scores = q @ k.swapaxes(-1, -2) * np.float32(1 / np.sqrt(D))
+    return (rows(scores) @ v).swapaxes(1, 2)
+
+
+def keys_first(q, k, v, rows):
+    """Scores that are transposed, and an output of another order."""
+    scores = jnp.einsum("bkhd,bqhd->bhkq", k, q) / np.float32(np.sqrt(D))
+    p = rows(scores.swapaxes(2, 3)).swapaxes(2, 3)
+    return jnp.einsum("bkhd,bhkq->qbhd", v, p).swapaxes(0, 1)
+
+
+def shared_values(q, k, v, rows):
+    """Heads that share their keys and values."""
+    k, v = (jnp.repeat(x[:, :, :1], H, axis=2) for x in (k, v))
+    return first_heads(q, k, v, rows)
+
+
+FORMS = {f.__name__: f for f in (first_heads, last_heads, keys_first, shared_values)}
+
+
+def step_of(form=first_heads, rows=softmax):
+    """A whole step of a residual layer of attention and a head."""
+
+    def loss(params, x):
+        qkv, out, head = params
+        h = x @ qkv
+        q, k, v = (y.reshape(B, T, H, D) for y in jnp.split(h, 3, axis=-1))
+        h = form(q, k, v, rows).reshape(B, T, WIDTH)
+        return jnp.square((x + h @ out) @ head).mean()
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    return step
+
+
+def arguments():
+    params = weights((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, WIDTH))
+    return params, normal(B, T, WIDTH)
+
+
+def updates(values, params):
+    return jax.tree.map(lambda new, old: new - old, values, params)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_the_gradients_are_as_good(rows, policy, as_tpu):
+    check_gradients(step_of(rows=rows), policy)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_in_whatever_order_dimensions_are(form, as_tpu):
+    check_gradients(step_of(form), "mixed_bfloat16")
+
+
+def check_gradients(step, policy):
+    params, x = arguments()
+    reference = updates(step(params, x), params)
+    rewritten = jax.jit(mixed_precision(step, policy))
+    (found,) = eqns(trace(rewritten, params, x), "feature_sum")
+    assert found.outvars[0].aval.shape == (B, H, T)
+    values = updates(rewritten(params, x), params)
+    assert relative_error(values, reference) < 4 * EPS[policy]
+
+
+def test_it_is_the_same_sum(as_tpu):
+    """Of small whole numbers, which half holds, to the bit; a wrong order shows."""
+    rng = np.random.RandomState(1)
+    shapes = (B, H, T, T), (B, T, H, D), (B, T, H, D), (D, D)
+    p, v, do, w = (jnp.asarray(rng.randint(-2, 3, s).astype("f4")) for s in shapes)
+
+    def product(p, v):
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v)
+
+    attend = jax.custom_vjp(product)
+
+    def backward(kept, do):
+        p, v = kept
+        dp = jnp.einsum("bqhd,bkhd->bhqk", do, v)
+        rows = jnp.sum(-2.0 * (p * dp), axis=-1, keepdims=True)
+        return jnp.broadcast_to(rows, p.shape), jnp.einsum("bhqk,bqhd->bkhd", p, do)
+
+    attend.defvjp(lambda p, v: (product(p, v), (p, v)), backward)
+
+    def step(p, w):
+        def loss(p, w):
+            return jnp.vdot(attend(p, v) @ w, do)
+
+        return jax.grad(loss, (0, 1))(p, w)
+
+    expected = step(p, w)
+    rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
+    assert len(eqns(trace(rewritten, p, w), "feature_sum")) == 1
+    bit_equal(rewritten(p, w), expected)
+
+
+def test_it_is_another_sum_on_tpus_alone():
+    """It is taken as it was on other platforms, and in a program for several."""
+    step = jax.jit(mixed_precision(step_of(), "mixed_bfloat16"))
+
+    def sums(*platforms):
+        traced = step.trace(*arguments())
+        text = traced.lower(lowering_platforms=platforms).as_text()
+        return f"(tensor<{B}x{H}x{D}x{T}xf32>, tensor<f32>)" in text
+
+    assert sums("tpu")
+    assert not sums("cpu") and not sums("cuda") and not sums("tpu", "cuda")
+
+
+def refused():
+    def fewer_keys(q, k, v, rows):
+        return first_heads(q, k[:, : D - 1], v[:, : D - 1], rows)
+
+    def replaced(scores):
+        return jnp.where(SHORT[:, None, None], softmax(scores), 0.0)
+
+    @full_precision
+    def in_float32(scores):
+        return softmax(scores)
+
+    @full_precision
+    def whole_in_float32(q, k, v, rows):
+        return first_heads(q, k, v, rows)
+
+    return {
+        "fewer keys than features": (fewer_keys, softmax),
+        "rows that are replaced": (first_heads, replaced),
+        "a softmax in float32": (first_heads, in_float32),
+        "attention in float32": (whole_in_float32, softmax),
+    }
+
+
+@pytest.mark.parametrize("why", refused())
+def test_what_is_another_sum_is_taken_as_it_was(why, as_tpu):
+    step = step_of(*refused()[why])
+    params, x = arguments()
+    rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
+    assert not eqns(trace(rewritten, params, x), "feature_sum")
+    reference = updates(step(params, x), params)
+    values = updates(rewritten(params, x), params)
+    assert relative_error(values, reference) < 4 * EPS["mixed_bfloat16"]
+
+
+def test_a_loss_alone_is_left_alone():
+    """Its backward pass is another program."""
+
+    def loss(x, w):
+        q, k, v = (y.reshape(B, T, H, D) for y in jnp.split(x @ w, 3, axis=-1))
+        return first_heads(q, k, v, softmax).sum()
+
+    wrapped = jax.grad(mixed_precision(loss, "mixed_bfloat16"))
+    x, w = normal(B, T, WIDTH), normal(WIDTH, 3 * WIDTH)
+    assert not eqns(trace(wrapped, x, w), "feature_sum")
+
+
+class Layer(nn.Module):
+    """Flax' own attention, with its own dropout."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        attention = nn.MultiHeadDotProductAttention(
+            H, dropout_rate=0.1, deterministic=False
+        )
+        return x + attention(nn.LayerNorm()(x)), None
+
+
+def scan_of_layers():
+    layers = nn.scan(
+        nn.remat(Layer),
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        length=2,
+    )()
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    x = jnp.asarray(normal(B, T, WIDTH))
+    params = layers.init(rngs, x, None)
+
+    def loss(params, x):
+        y, _ = layers.apply(params, x, None, rngs={"dropout": rngs["dropout"]})
+        return jnp.square(y).mean()
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    return step, params, x
+
+
+def test_in_a_scan_over_checkpointed_layers(as_tpu):
+    """The output is computed again in the same iteration."""
+    step, params, x = scan_of_layers()
+    rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
+    (found,) = eqns(trace(rewritten, params, x), "feature_sum")
+    assert found.outvars[0].aval.shape == (B, H, T)
+    reference = updates(step(params, x), params)
+    values = updates(rewritten(params, x), params)
+    assert relative_error(values, reference) < 4 * EPS["mixed_bfloat16"]
+
+
+def test_it_is_mapped_and_differentiated(as_tpu):
+    """Ensembles, and learning rates that are learned."""
+    rewritten = jax.jit(mixed_precision(step_of(), "mixed_bfloat16"))
+    params, x = arguments()
+    several = jnp.stack([x, 2 * x])
+    mapped = jax.vmap(rewritten, (None, 0))(params, several)
+    expected = jax.vmap(step_of(), (None, 0))(params, several)
+    assert relative_error(mapped, expected) < 4 * EPS["mixed_bfloat16"]
+
+    def after(fun, x):
+        return sum(jnp.square(w).sum() for w in jax.tree.leaves(fun(params, x)))
+
+    value = jax.grad(lambda x: after(rewritten, x))(x)
+    reference = jax.grad(lambda x: after(step_of(), x))(x)
+    assert relative_error(value, reference) < 0.05
+
+
+def test_reports_know_it():
+    params, x = arguments()
+    report = explain(step_of(), "mixed_bfloat16")(params, x)
+    plain = explain(step_of(), "float32")(params, x)
+    assert report.flops == plain.flops
+    (inserted,) = [e for e in report.equations if e.primitive == "feature_sum"]
+    assert "features" in inserted.reason
+    diagnosis = diagnose(step_of(), "mixed_bfloat16")(params, x)
+    assert max(diagnosis.results.values()) < diagnosis.tolerance
