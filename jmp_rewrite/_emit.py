@@ -19,6 +19,7 @@ from jmp_rewrite._cast import after_cast, narrow, scalar
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._demand import AS_HALF, Demand
 from jmp_rewrite._graph import FLOAT32, Inner, Instance
+from jmp_rewrite._parts import Joined, Summed, Taken
 from jmp_rewrite._plan import Action, Plan
 from jmp_rewrite._rules import Category
 from jmp_rewrite._unstacked import Chain, Rest
@@ -192,8 +193,14 @@ class Emitter:
             env = {operand: env[instead]}
         if index in instance.partial:
             eqn, env = _of_partial(eqn, instance.partial[index], env)
+        parts = self._parts(instance, index, env)
+        if isinstance(parts, (Joined, Taken)):
+            return self._apart(parts, action, env)
         reads = env if entry is None else self._reads(entry, action, eqn, env)
         cells = self._emit(entry, action, eqn, reads)
+        if isinstance(parts, Summed) and not action & Action.HALF:
+            (sums,) = self._apart(parts, action, env)
+            cells = [Cell(_compat.restore(cells[0].value, sums.value, ("tpu",)))]
         if index in self.plan.feature_sums.get(instance, ()):
             how = self.plan.feature_sums[instance][index]
             cells = [self._over_features(cells[0], how, env)]
@@ -232,6 +239,29 @@ class Emitter:
             return self._constraint(eqn, action, env)
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, action, env, literals)
+
+    def _parts(
+        self, instance: Instance, index: int, env: dict[Any, Cell]
+    ) -> Joined | Summed | Taken | None:
+        """Returns how an equation's results are taken apart or joined, if they are."""
+        parts = self.plan.parts.get(instance, {}).get(index)
+        if parts is None or any(v not in env for v in parts.variables):
+            return None  # it stands behind a loop
+        specs = [jax.typeof(env[v].value).sharding.spec for v in parts.variables]
+        is_whole = all(axis is None for spec in specs for axis in spec)
+        return parts if is_whole else None
+
+    def _apart(
+        self, parts: Joined | Summed | Taken, action: int, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        """Returns parts of an array, or what is put together of some."""
+        cells = [(env[v], v.aval) for v in parts.variables]
+        if action & Action.HALF:
+            values = [self.read_half(c) for c, _ in cells]
+        else:
+            values = [self.read_full(c, aval) for c, aval in cells]
+        saturate = any(c.saturate for c, _ in cells)
+        return [Cell(x, saturate) for x in parts.emit(values)]
 
     def _over_features(self, cell: Cell, how: FeatureSum, env: dict[Any, Cell]) -> Cell:
         """Returns a sum as a TPU takes it."""
@@ -580,7 +610,8 @@ class Emitter:
             )
             instead = tuple(instance.instead.items())
             over = tuple(self.plan.feature_sums.get(instance, ()))
-            key = (id(instance.jaxpr), actions, inner, instead, over)
+            parts = tuple(self.plan.parts.get(instance, ()))
+            key = (id(instance.jaxpr), actions, inner, instead, over, parts)
             # Numbers nest where tuples would be hashed to their full depth each time.
             self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]

@@ -14,6 +14,7 @@ from jmp_rewrite._again import computed_again, is_backward
 from jmp_rewrite._attention import FeatureSum, sums_over_features
 from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
+from jmp_rewrite._parts import Parts, parts_apart
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category
 from jmp_rewrite._scopes import Place
@@ -148,6 +149,7 @@ class Plan:
       nested: makes the plan of a program that is only known later: a derivative rule.
       rests: what is left of a scan's body, if that is not all of it.
       feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
+      parts: use of a jaxpr -> what is taken apart or joined otherwise.
     """
 
     graph: Graph
@@ -160,6 +162,7 @@ class Plan:
     feature_sums: dict[Instance, dict[int, FeatureSum]] = dataclasses.field(
         default_factory=dict
     )
+    parts: dict[Instance, Parts] = dataclasses.field(default_factory=dict)
 
     @property
     def rewrites(self) -> bool:
@@ -251,6 +254,7 @@ def make_plan(
     if pins.whole_step and placement is cheapest:
         plan.rests = _rests(graph, pins, actions)
         plan.feature_sums = sums_over_features(graph, pins, halves)
+        plan.parts = parts_apart(graph)
     return plan
 
 
