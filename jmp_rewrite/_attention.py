@@ -127,7 +127,7 @@ class _Body:
         node, eqn = self._node(index), self._eqns[index]
         if node < 0 or eqn.primitive.name != "dot_general":
             return False
-        if eqn.params["out_sharding"] is not None:
+        if _compat.lays_out(eqn.params["out_sharding"]):
             return False
         variables = all(is_float32(v.aval) and not _is_literal(v) for v in eqn.invars)
         return variables and reads_half(node, self._pins)
@@ -223,7 +223,7 @@ class _Body:
         eqn = self._eqns[index]
         (operand,) = eqn.invars
         keys = set(eqn.params["axes"])
-        if eqn.params.get("out_sharding") is not None:
+        if _compat.lays_out(eqn.params["out_sharding"]):
             return None
         terms = self._terms(operand, _in_order(operand))
         for factor in terms.factors:

@@ -604,7 +604,9 @@ def _feature_sum_primitive() -> jex.Primitive:
         second = lax.transpose(convert(second, np.float32), layout.order)
         terms = lax.mul(convert(first, np.float32), second)
         total = lax.reduce_sum(terms, layout.features)
-        total = lax.transpose(total, layout.rows) * np.float32(layout.number)
+        total = lax.transpose(total, layout.rows)
+        if layout.number != 1:
+            total = total * np.float32(layout.number)
         for x, keys, order, divides in zip(factors, *layout[3:6], strict=True):
             for dim in reversed(keys):
                 x = lax.index_in_dim(x, 0, dim, keepdims=False)
@@ -646,7 +648,7 @@ def feature_sum(
       factors: float32 arrays by which the sum over features is multiplied or divided.
       layout: how their dimensions lie.
     """
-    if not jax.typeof(stored).sharding.mesh.empty:  # they may be laid out, or vary
+    if any(lays_out(jax.typeof(x).sharding) for x in (stored, first, second, *factors)):
         return stored
     return _FEATURE_SUM.bind(stored, first, second, *factors, layout=layout)
 
@@ -785,6 +787,11 @@ def vary(x: Any, axes: Sequence[str]) -> Any:
     known = jax.typeof(x).mat.varying if axes else ()
     missing = tuple(a for a in axes if a not in known)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def lays_out(sharding: Any) -> bool:
+    """Tells a sharding in an equation's parameters that says more than the mesh."""
+    return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
 def is_reference(aval: Any) -> bool:

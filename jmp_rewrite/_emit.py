@@ -247,9 +247,9 @@ class Emitter:
         parts = self.plan.parts.get(instance, {}).get(index)
         if parts is None or any(v not in env for v in parts.variables):
             return None  # it stands behind a loop
-        specs = [jax.typeof(env[v].value).sharding.spec for v in parts.variables]
-        is_whole = all(axis is None for spec in specs for axis in spec)
-        return parts if is_whole else None
+        values = [env[v].value for v in parts.variables]
+        laid_out = any(_compat.lays_out(jax.typeof(x).sharding) for x in values)
+        return None if laid_out else parts
 
     def _apart(
         self, parts: Joined | Summed | Taken, action: int, env: dict[Any, Cell]

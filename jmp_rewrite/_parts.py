@@ -263,7 +263,11 @@ def _summed(eqn: Any, joined: dict[Any, Joined | None]) -> Summed | None:
     (var,) = eqn.invars
     array = None if _is_literal(var) else joined.get(var)
     axes = tuple(eqn.params["axes"])
-    if array is None or array.axis in axes or eqn.params["out_sharding"] is not None:
+    if (
+        array is None
+        or array.axis in axes
+        or _compat.lays_out(eqn.params["out_sharding"])
+    ):
         return None
     return Summed(array, axes)
 
@@ -273,7 +277,11 @@ def _is_plain(reshape: Any) -> bool:
     (var,), (out,) = reshape.invars, reshape.outvars
     known = all(isinstance(d, int) for d in (*var.aval.shape, *out.aval.shape))
     params = reshape.params
-    return known and params["dimensions"] is None and params["sharding"] is None
+    return (
+        known
+        and params["dimensions"] is None
+        and not _compat.lays_out(params["sharding"])
+    )
 
 
 def _with(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import EPS, HALF, bit_equal, eqns, relative_error, trace
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from programs import normal, weights
 
 from jmp_rewrite import _compat, diagnose, explain, full_precision, mixed_precision
@@ -288,6 +289,51 @@ def test_in_a_scan_over_checkpointed_layers(as_tpu):
     reference = updates(step(params, x), params)
     values = updates(rewritten(params, x), params)
     assert relative_error(values, reference) < 4 * EPS["mixed_bfloat16"]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_a_mesh(kind, as_tpu):
+    """Unless the type says how an operand is laid out."""
+    axis_types = (jax.sharding.AxisType[kind],) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types)
+    params, x = arguments()
+    reference = updates(step_of()(params, x), params)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+        rewritten = mixed_precision(step_of(), "mixed_bfloat16")
+        found = eqns(trace(rewritten, params, x), "feature_sum")
+        values = jax.jit(rewritten)(params, x)
+    assert len(found) == (kind == "Auto")
+    assert (
+        relative_error(updates(values, params), reference) < 4 * EPS["mixed_bfloat16"]
+    )
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_in_a_shard_map(check_vma, as_tpu):
+    """Each device adds up what it has; the same heads on all of them."""
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+    params, x = arguments()
+
+    def on_each(params, x):
+        rewritten = mixed_precision(step_of(), "mixed_bfloat16")
+        new = rewritten(jax.tree.map(lambda w: w[0], params), x)
+        return jax.tree.map(lambda w: w[None], new)
+
+    several = jax.tree.map(lambda w: jnp.stack([w, w]), params)
+    everywhere = jax.shard_map(
+        on_each,
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        check_vma=check_vma,
+    )
+    assert len(eqns(trace(everywhere, several, x), "feature_sum")) == 1
+    values = jax.tree.map(lambda w: w[1], jax.jit(everywhere)(several, x))
+    reference = updates(step_of()(params, x), params)
+    assert (
+        relative_error(updates(values, params), reference) < 4 * EPS["mixed_bfloat16"]
+    )
 
 
 def test_it_is_mapped_and_differentiated(as_tpu):

@@ -25,7 +25,7 @@ class Size(NamedTuple):
 
 FULL = Size()
 QUICK = Size(layers=3)
-SMALL = Size(8, 32, 4, 128, 4, 1000)
+SMALL = Size(8, 64, 4, 128, 4, 1000)
 
 
 class Attention(nn.Module):

@@ -26,7 +26,7 @@ class Size(NamedTuple):
 
 FULL = Size()
 QUICK = Size(layers=3)
-SMALL = Size(16, 32, 8, 4, 128, 4, 100)
+SMALL = Size(16, 64, 8, 4, 128, 4, 100)
 
 
 class Block(nn.Module):
