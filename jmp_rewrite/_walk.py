@@ -253,6 +253,8 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
         return Verdict(
             INSERTED, "gives a product its operands, and its result, in this order"
         )
+    if eqn.primitive.name in ("concatenate", "slice"):
+        return Verdict(INSERTED, "takes apart or joins what is reshaped, in this order")
     if eqn.primitive.name == "optimization_barrier":
         return Verdict(INSERTED, "keeps a compiler from seeing what it was made of")
     if eqn.primitive.name == "hold":

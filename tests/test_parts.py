@@ -228,5 +228,7 @@ def test_reports_know_parts():
     plain = explain(step_of(indexed), "float32")(params, x)
     assert report.flops == plain.flops
     assert {e.line for e in report.equations} >= {e.line for e in plain.equations}
+    inserted = [e for e in report.equations if "takes apart or joins" in e.reason]
+    assert {e.primitive for e in inserted} >= {"concatenate"}
     diagnosis = diagnose(step_of(indexed), "mixed_bfloat16")(params, x)
     assert max(diagnosis.results.values()) < diagnosis.tolerance
