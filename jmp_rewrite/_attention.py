@@ -174,15 +174,17 @@ class _Body:
                 continue
             var, names = self._root(var, names)
             eqn = self._eqns[self._maker[var]] if var in self._maker else None
-            name = eqn.primitive.name if eqn is not None else ""
-            if eqn is None or name not in ("div", "mul", "neg"):
+            if eqn is None or not _multiplies(eqn):
                 factors.append(_Factor(var, names, divides))
                 continue
+            name = eqn.primitive.name
             number = -number if name == "neg" else number
+            dims = [names if v.aval.ndim else () for v in eqn.invars]
+            if name == "dot_general":
+                dims = _operand_names(eqn, names, ())
             for position, atom in enumerate(eqn.invars):
                 below = name == "div" and position == 1
-                dims = names if atom.aval.ndim else ()
-                left.append(_Factor(atom, dims, divides != below))
+                left.append(_Factor(atom, dims[position], divides != below))
         return _Terms(factors, number)
 
     def _is_constant(self, factor: _Factor, keys: set[int]) -> bool:
@@ -261,15 +263,14 @@ class _Body:
             output, factors, number = matched
             (result,) = forward.outvars
             is_less = elements([result.aval]) < elements([eqn.outvars[0].aval])
-            if is_less and sorted(output) == sorted(operands[1 - position]):
-                return FeatureSum(
-                    cotangent,
-                    result,
-                    tuple(f.var for f in factors),
-                    _layout(
-                        operands[1 - position], output, count, keys, factors, number
-                    ),
+            rows = set(range(count)) - keys
+            whole = all(not f.names or rows <= set(f.names) for f in factors)
+            if is_less and whole and sorted(output) == sorted(operands[1 - position]):
+                layout = _layout(
+                    operands[1 - position], output, count, keys, factors, number
                 )
+                read = tuple(f.var for f in factors)
+                return FeatureSum(cotangent, result, read, layout)
         return None
 
     def _forward(
@@ -331,6 +332,17 @@ class _Body:
 
 def _is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
+
+
+def _multiplies(eqn: Any) -> bool:
+    """Tells a product of elements, or a quotient.
+
+    Hugging Face masks heads by an `einsum`, which contracts nothing.
+    """
+    if eqn.primitive.name == "dot_general":
+        contracted, _ = eqn.params["dimension_numbers"]
+        return not contracted[0]
+    return eqn.primitive.name in ("div", "mul", "neg")
 
 
 def _in_order(var: Any) -> _Names:

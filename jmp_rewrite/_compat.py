@@ -611,6 +611,7 @@ def _feature_sum_primitive() -> jex.Primitive:
             for dim in reversed(keys):
                 x = lax.index_in_dim(x, 0, dim, keepdims=False)
             x = lax.transpose(x, order) if order else x
+            x = x if x.dtype == np.float32 else convert(x, np.float32)
             total = total / x if divides else total * x
         return total
 

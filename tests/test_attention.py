@@ -57,6 +57,11 @@ def scaled(scores):
     return 0.5 * softmax(scores) * 3.0
 
 
+def with_masked_heads(scores):
+    """As Hugging Face writes it."""
+    return jnp.einsum("bhqk,h->bhqk", softmax(scores), np.asarray([1, 1, 0], "f4"))
+
+
 def gated(scores):
     """By what may be zero in a whole row; its own gradient is another sum."""
     return softmax(scores) * jax.nn.relu(scores.sum(-1, keepdims=True))
@@ -75,6 +80,7 @@ ROWS = {
         masked,
         dropout,
         scaled,
+        with_masked_heads,
         gated,
         divided,
     )
