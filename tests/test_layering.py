@@ -27,6 +27,8 @@ ORDER = (
     "_again",
     "_sums",
     "_unstacked",
+    "_attention",
+    "_parts",
     "_waiting",
     "_plan",
     "_parameters",
