@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
 from jmp_rewrite._again import is_backward
-from jmp_rewrite._graph import Graph, Instance, elements, is_float32
+from jmp_rewrite._graph import Graph, Instance, elements, is_float32, is_literal
 from jmp_rewrite._pin import NO_PRODUCT, Pins
 from jmp_rewrite._rules import Category, reason
 from jmp_rewrite._storage import reads_half
@@ -129,7 +129,7 @@ class _Body:
             return False
         if _compat.lays_out(eqn.params["out_sharding"]):
             return False
-        variables = all(is_float32(v.aval) and not _is_literal(v) for v in eqn.invars)
+        variables = all(is_float32(v.aval) and not is_literal(v) for v in eqn.invars)
         return variables and reads_half(node, self._pins)
 
     def _is_late(self, index: int) -> bool:
@@ -143,7 +143,7 @@ class _Body:
         if index in self._use.partial or index in self._use.instead:
             return False
         unasked = self._pins.full[node] in _UNASKED
-        return unasked and not self._halves[node] and not _is_literal(eqn.invars[0])
+        return unasked and not self._halves[node] and not is_literal(eqn.invars[0])
 
     # ---- what a value is made of
 
@@ -154,7 +154,7 @@ class _Body:
             if eqn.primitive.name not in ("transpose", *_SAME):
                 break
             (before,) = eqn.invars
-            if _is_literal(before) or not is_float32(before.aval):
+            if is_literal(before) or not is_float32(before.aval):
                 break
             if eqn.primitive.name == "transpose":
                 names = _permuted(names, eqn.params["permutation"])
@@ -168,7 +168,7 @@ class _Body:
         left = [_Factor(var, names, False)]
         while left:
             var, names, divides = left.pop()
-            if _is_literal(var):
+            if is_literal(var):
                 value = float(_compat.literal_value(var)) if not names else math.nan
                 number = number / value if divides and value else number * value
                 continue
@@ -206,15 +206,13 @@ class _Body:
         while var in self._maker:
             eqn = self._eqns[self._maker[var]]
             if eqn.primitive.name == "reduce_sum":
-                root, _ = self._root(
-                    eqn.invars[0], tuple(range(eqn.invars[0].aval.ndim))
-                )
+                root, _ = self._root(eqn.invars[0], _in_order(eqn.invars[0]))
                 index = self._maker.get(root, -1)
                 return index >= 0 and self._eqns[index].primitive.name == "exp"
             if eqn.primitive.name not in ("broadcast_in_dim", "reshape", *_SAME):
                 return False
             (var, *_) = eqn.invars
-            if _is_literal(var):
+            if is_literal(var):
                 return False
         return False
 
@@ -232,8 +230,10 @@ class _Body:
             made = self._maker.get(factor.var, -1)
             if made < 0 or factor.divides or not self._is_product(made):
                 continue
-            if not self._is_late(made) or len(set(factor.names)) < len(factor.names):
-                continue
+            shape = factor.var.aval.shape
+            whole = shape == tuple(operand.aval.shape[n] for n in factor.names)
+            if not self._is_late(made) or not whole:
+                continue  # it is the same for several rows
             others = _Terms([f for f in terms.factors if f is not factor], terms.number)
             for position in (0, 1):
                 found = self._over(self._eqns[made], position, factor, others, keys)
@@ -265,7 +265,9 @@ class _Body:
             is_less = elements([result.aval]) < elements([eqn.outvars[0].aval])
             rows = set(range(count)) - keys
             whole = all(not f.names or rows <= set(f.names) for f in factors)
-            if is_less and whole and sorted(output) == sorted(operands[1 - position]):
+            mine = zip(operands[1 - position], cotangent.aval.shape, strict=True)
+            theirs = zip(output, result.aval.shape, strict=True)
+            if is_less and whole and sorted(mine) == sorted(theirs):
                 layout = _layout(
                     operands[1 - position], output, count, keys, factors, number
                 )
@@ -328,10 +330,6 @@ class _Body:
         """Returns the factors that depend on the keys, and those that do not."""
         fixed = [f for f in terms.factors if self._is_constant(f, keys)]
         return [f for f in terms.factors if f not in fixed], fixed
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
 
 
 def _multiplies(eqn: Any) -> bool:
@@ -403,8 +401,8 @@ def _without_common(
     first: list[_Factor], second: list[_Factor]
 ) -> tuple[list[_Factor], list[_Factor]]:
     """Returns two products without what is a factor of both."""
-    common = collections.Counter(first) & collections.Counter(second)
     one, two = collections.Counter(first), collections.Counter(second)
+    common = one & two
     return list((one - common).elements()), list((two - common).elements())
 
 

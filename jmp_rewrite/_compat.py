@@ -607,7 +607,8 @@ def _feature_sum_primitive() -> jex.Primitive:
         total = lax.transpose(total, layout.rows)
         if layout.number != 1:
             total = total * np.float32(layout.number)
-        for x, keys, order, divides in zip(factors, *layout[3:6], strict=True):
+        how = zip(layout.keys, layout.factors, layout.divides, strict=True)
+        for x, (keys, order, divides) in zip(factors, how, strict=True):
             for dim in reversed(keys):
                 x = lax.index_in_dim(x, 0, dim, keepdims=False)
             x = lax.transpose(x, order) if order else x

@@ -280,6 +280,11 @@ def is_float32(aval: Any) -> bool:
     return getattr(aval, "dtype", None) is FLOAT32 and not _compat.is_reference(aval)
 
 
+def is_literal(atom: Any) -> bool:
+    """Tells a number that stands in an equation from a variable."""
+    return hasattr(atom, "val")
+
+
 def reads_float32(eqn: Any) -> bool:
     """Tells whether an equation has a float32 operand or result."""
     return any(is_float32(v.aval) for v in [*eqn.invars, *eqn.outvars])

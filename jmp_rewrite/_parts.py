@@ -20,7 +20,7 @@ from jax import lax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._again import is_backward
-from jmp_rewrite._graph import Graph, Instance
+from jmp_rewrite._graph import Graph, Instance, is_literal
 
 _ADDS = ("add", "add_any")
 _JOINS = ("concatenate", "stack")
@@ -183,12 +183,12 @@ class _Body:
 
     def _count(self, atoms: Sequence[Any]) -> None:
         for atom in atoms:
-            if not _is_literal(atom):
+            if not is_literal(atom):
                 self._readers[atom] = self._readers.get(atom, 0) + 1
 
     def _made_by(self, var: Any, *names: str) -> Any:
         """Returns the equation that makes a value; None if it is none of these."""
-        eqn = None if _is_literal(var) else self._maker.get(var)
+        eqn = None if is_literal(var) else self._maker.get(var)
         return eqn if eqn is not None and eqn.primitive.name in names else None
 
     def _untransposed(self, var: Any) -> tuple[Any, tuple[int, ...]]:
@@ -248,20 +248,16 @@ class _Body:
                 left += eqn.invars
                 continue
             found = _padded(eqn) if eqn.primitive.name == "pad" else _side_by_side(eqn)
-            if not found or any(_is_literal(p.var) for p in found):
+            if not found or any(is_literal(p.var) for p in found):
                 return []
             parts += found
         return parts
 
 
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
-
-
 def _summed(eqn: Any, joined: dict[Any, Joined | None]) -> Summed | None:
     """Returns how what is joined is summed up; None if it is along its parts."""
     (var,) = eqn.invars
-    array = None if _is_literal(var) else joined.get(var)
+    array = None if is_literal(var) else joined.get(var)
     axes = tuple(eqn.params["axes"])
     if (
         array is None
@@ -295,7 +291,7 @@ def _padded(eqn: Any) -> list[_Part]:
     config = eqn.params["padding_config"]
     dims = [i for i, (low, high, _) in enumerate(config) if low or high]
     inside = any(among for _, _, among in config)
-    if inside or len(dims) != 1 or not _is_literal(zero):
+    if inside or len(dims) != 1 or not is_literal(zero):
         return []
     low, high, _ = (int(n) for n in config[dims[0]])
     if _compat.literal_value(zero) != 0 or min(low, high) < 0:

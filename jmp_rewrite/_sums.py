@@ -26,7 +26,14 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import Graph, Inner, Instance, elements, is_float32
+from jmp_rewrite._graph import (
+    Graph,
+    Inner,
+    Instance,
+    elements,
+    is_float32,
+    is_literal,
+)
 from jmp_rewrite._pin import Pins
 from jmp_rewrite._storage import reads_half
 
@@ -158,7 +165,7 @@ class _Body:
         if node < 0 or eqn.primitive.name != "dot_general":
             return False
         return reads_half(node, self._pins) and all(
-            is_float32(v.aval) and not _is_literal(v) for v in eqn.invars
+            is_float32(v.aval) and not is_literal(v) for v in eqn.invars
         )
 
     def _is_full(self, index: int) -> bool:
@@ -187,7 +194,7 @@ class _Body:
         known: dict[Any, Sequence[Any]] = {}
         for index, eqn in enumerate(self.eqns):
             operands = self._use.operands(index, eqn)
-            variables = [v for v in operands if not _is_literal(v)]
+            variables = [v for v in operands if not is_literal(v)]
             for var in variables:
                 self._readers.setdefault(var, set()).add(index)
             if not self._varies.isdisjoint(variables):
@@ -203,7 +210,7 @@ class _Body:
                 if self._is_half(index):
                     self._rounded.setdefault(first, var)
         outvars = (*self._handed_on, *self._stacked)
-        self._returned = collections.Counter(v for v in outvars if not _is_literal(v))
+        self._returned = collections.Counter(v for v in outvars if not is_literal(v))
 
     def _same(self, var: Any) -> Any:
         """Returns the first variable that holds the same value."""
@@ -262,7 +269,7 @@ class _Body:
 
     def _made_of(self, var: Any) -> _Terms | None:
         """Returns of which products a value is made by linear operations alone."""
-        if _is_literal(var) or var not in self._maker:
+        if is_literal(var) or var not in self._maker:
             return None
         if var not in self._terms:
             self._terms[var] = self._made_by(self._maker[var])
@@ -360,7 +367,7 @@ class _Body:
 
     def _product_of_stacks(self, var: Any, stack_of: dict[Any, Any]) -> int:
         """Returns what makes a stacked result of a stack and a constant; -1 if not."""
-        if _is_literal(var) or self._readers.get(var) or self._returned[var] != 1:
+        if is_literal(var) or self._readers.get(var) or self._returned[var] != 1:
             return -1
         index = self._maker.get(var, -1)
         if index < 0 or not self._is_product(index):
@@ -370,7 +377,3 @@ class _Body:
         stacked = [self._stack_of(v) in stack_of.values() for v in eqn.invars]
         one_each = fixed == [not x for x in stacked] and any(fixed) and any(stacked)
         return index if one_each and eqn.params["out_sharding"] is None else -1
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")

@@ -154,6 +154,7 @@ def test_in_whatever_order_dimensions_are(form, as_tpu):
 
 
 def check_gradients(step, policy):
+    """Up to five roundings lie between a weight and its gradient, with either sum."""
     params, x = arguments()
     reference = updates(step(params, x), params)
     rewritten = jax.jit(mixed_precision(step, policy))
@@ -192,6 +193,24 @@ def test_it_is_the_same_sum(as_tpu):
     rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
     assert len(eqns(trace(rewritten, p, w), "feature_sum")) == 1
     bit_equal(rewritten(p, w), expected)
+
+
+def test_a_product_that_all_rows_share_is_another(as_tpu):
+    """Its sum with each row is none of an output and the cotangent beside it."""
+    p, v, do = (
+        jnp.asarray(normal(*s)) for s in ((B, H, T, T), (B, T, H, D), (B, 1, H, D))
+    )
+    w = jnp.asarray(normal(D, D))
+
+    def step(p, w):
+        out = jnp.einsum("bhqk,bkhd->bqhd", p, v)
+        grad = jax.grad(lambda w: jnp.square(out @ w).sum())(w)
+        back = jax.vjp(lambda p: jnp.einsum("bhqk,bkhd->bqhd", p, v), p[:, :, :1])[1]
+        return p - (p * back(do)[0]).sum(-1, keepdims=True), w - grad
+
+    rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
+    assert not eqns(trace(rewritten, p, w), "feature_sum")
+    assert relative_error(rewritten(p, w), step(p, w)) < 4 * EPS["mixed_bfloat16"]
 
 
 def test_it_is_another_sum_on_tpus_alone():
@@ -354,6 +373,7 @@ def test_it_is_mapped_and_differentiated(as_tpu):
     def after(fun, x):
         return sum(jnp.square(w).sum() for w in jax.tree.leaves(fun(params, x)))
 
+    # Twice as many roundings, of what cancels in part.
     value = jax.grad(lambda x: after(rewritten, x))(x)
     reference = jax.grad(lambda x: after(step_of(), x))(x)
     assert relative_error(value, reference) < 0.05
