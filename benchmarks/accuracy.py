@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="add the errors to this file")
     options = parser.parse_args()
     if options.device:
-        _compat._is_for = lambda context, devices: options.device in devices
+        _compat.is_for = lambda context, devices: options.device in devices
     rows = {}
     for model in options.models:
         rows[model] = measure(model, options.modes, options.batches)

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
+from jmp_rewrite._on_device import GPU, TPU_V5E
 from jmp_rewrite._pin import Pins
 from jmp_rewrite._storage import large_inputs, moves_exactly, reads_half
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, _on_device
 from jmp_rewrite._again import is_backward
 from jmp_rewrite._graph import Graph, Instance, elements, is_float32, is_literal
 from jmp_rewrite._pin import NO_PRODUCT, Pins
@@ -49,7 +49,7 @@ class FeatureSum(NamedTuple):
     cotangent: Any
     output: Any
     factors: tuple[Any, ...]
-    layout: _compat.SumLayout
+    layout: _on_device.SumLayout
 
 
 class _Factor(NamedTuple):
@@ -413,7 +413,7 @@ def _layout(
     keys: set[int],
     factors: list[_Factor],
     number: float,
-) -> _compat.SumLayout:
+) -> _on_device.SumLayout:
     """Returns how the dimensions lie.
 
     Args:
@@ -426,7 +426,7 @@ def _layout(
     """
     rows = [n for n in range(count) if n not in keys]
     left = [n for n in cotangent if n < count]
-    return _compat.SumLayout(
+    return _on_device.SumLayout(
         order=tuple(output.index(n) for n in cotangent),
         features=tuple(i for i, n in enumerate(cotangent) if n >= count),
         rows=tuple(left.index(n) for n in rows),

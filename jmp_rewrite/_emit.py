@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, _on_device, _products
 from jmp_rewrite._again import is_backward
 from jmp_rewrite._attention import FeatureSum
 from jmp_rewrite._cast import after_cast, narrow, scalar
-from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._demand import AS_HALF, Demand
 from jmp_rewrite._graph import FLOAT32, Inner, Instance
+from jmp_rewrite._on_device import GPU, TPU_V5E
 from jmp_rewrite._parts import Joined, Summed, Taken
 from jmp_rewrite._plan import Action, Plan
 from jmp_rewrite._rules import Category
@@ -130,7 +130,7 @@ class Emitter:
         if cell.full is None:
             cell.full = _compat.convert(cell.value, FLOAT32)
             if cell.exact is not None:
-                cell.full = _compat.restore(cell.full, cell.exact, (GPU,))
+                cell.full = _on_device.restore(cell.full, cell.exact, (GPU,))
         return cell.full
 
     def read_half(self, cell: Cell) -> Any:
@@ -200,12 +200,12 @@ class Emitter:
         cells = self._emit(entry, action, eqn, reads)
         if isinstance(parts, Summed) and not action & Action.HALF:
             (sums,) = self._apart(parts, action, env)
-            cells = [Cell(_compat.restore(cells[0].value, sums.value, ("tpu",)))]
+            cells = [Cell(_on_device.restore(cells[0].value, sums.value, ("tpu",)))]
         if index in self.plan.feature_sums.get(instance, ()):
             how = self.plan.feature_sums[instance][index]
             cells = [self._over_features(cells[0], how, env)]
         if action & Action.WAITS:
-            cells = [Cell(_compat.written(c.value), c.saturate) for c in cells]
+            cells = [Cell(_on_device.written(c.value), c.saturate) for c in cells]
         if action & (Action.CHAIN | Action.ANCHOR):
             cells[0].origin = Origin(action, eqn, _operands(eqn, env))
         if action & Action.DIVIDES:
@@ -220,10 +220,10 @@ class Emitter:
         """Emits an equation of its own."""
         if action & Action.SETTLES:
             (var,) = eqn.invars
-            env[var].full = _compat.settled(self.read_full(env[var], var.aval))
+            env[var].full = _on_device.settled(self.read_full(env[var], var.aval))
         if action & Action.STARTS_LATE:
             into, index, of = eqn.invars
-            zeros, terms = _compat.filled_late(env[into].value, env[of].value)
+            zeros, terms = _on_device.filled_late(env[into].value, env[of].value)
             env = {into: Cell(zeros), index: cell_of(env, index), of: Cell(terms)}
         if entry is None or not action & Action.HALF:
             return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
@@ -270,7 +270,7 @@ class Emitter:
             return cell  # behind a loop
         do, o = (self.read_half(env[v]) for v in (how.cotangent, how.output))
         factors = [self.read_full(env[v], v.aval) for v in how.factors]
-        return Cell(_compat.feature_sum(cell.value, do, o, factors, how.layout))
+        return Cell(_on_device.feature_sum(cell.value, do, o, factors, how.layout))
 
     def _as_it_was(
         self, eqn: Any, env: dict[Any, Cell], saturate: bool = False
@@ -286,15 +286,15 @@ class Emitter:
         dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
         params = dict(eqn.params, preferred_element_type=dtype)
         if action & Action.EMITS_FULL and eqn.primitive.name == "conv_general_dilated":
-            return [Cell(x) for x in _compat.full_convolution(eqn, values, params)]
+            return [Cell(x) for x in _products.full_convolution(eqn, values, params)]
         is_bfloat16 = self.plan.half != np.float16
         if action & Action.EMITS_FULL and is_bfloat16 and len(values) == 2:
             on_gpu = bool(action & Action.HALF_ON_GPU)
             swapped = on_gpu and self._is_read_transposed(entry)
-            outs = _compat.shielded_product(eqn, values, params, on_gpu, swapped)
+            outs = _products.shielded_product(eqn, values, params, on_gpu, swapped)
             return [Cell(x) for x in outs]
         if self.plan.pins.whole_step:
-            return [Cell(x) for x in _compat.half_product(eqn, values, params)]
+            return [Cell(x) for x in _products.half_product(eqn, values, params)]
         return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
     def _is_read_transposed(self, entry: int) -> bool:
@@ -328,7 +328,7 @@ class Emitter:
                 exact = cell.value
                 half = self._narrow(exact, saturates or cell.saturate)
                 if action & Action.HELD:
-                    half = _compat.hold(half)
+                    half = _on_device.hold(half)
                 cell = Cell(half, cell.saturate)
                 cell.unrounded = exact
                 if action & Action.EXACT_ON_CPU:
@@ -419,7 +419,7 @@ class Emitter:
         """
         if cell.on_cpu is None:
             stored = self.read_full(cell, aval)
-            cell.on_cpu = Cell(_compat.unrounded(stored, cell.unrounded))
+            cell.on_cpu = Cell(_on_device.unrounded(stored, cell.unrounded))
         return cell.on_cpu
 
     def _read_again(self, cell: Cell, aval: Any, in_half: bool) -> Cell:
@@ -449,7 +449,7 @@ class Emitter:
                 again = self._narrow(again, cell.saturate)
             else:
                 stored = self.read_full(cell, aval)
-            value = _compat.restore(stored, again, devices)
+            value = _on_device.restore(stored, again, devices)
             cell.backward[in_half] = Cell(value, cell.saturate)
         return cell.backward[in_half]
 
@@ -457,10 +457,10 @@ class Emitter:
         """Returns what a backward pass reads of what was divided: on GPUs a product."""
         if cell.quotient is not None and not cell.backward:
             quotient, divisor = cell.quotient
-            half = _compat.apart(self.read_half(quotient))
+            half = _on_device.apart(self.read_half(quotient))
             again = jax.lax.mul(_compat.convert(half, FLOAT32), divisor.value)
             stored = _compat.convert(cell.value, FLOAT32)
-            cell.backward[False] = Cell(_compat.restore(stored, again, (GPU,)))
+            cell.backward[False] = Cell(_on_device.restore(stored, again, (GPU,)))
         return cell.backward[False]
 
     def _computed_again(self, cell: Cell) -> Any:
@@ -477,7 +477,7 @@ class Emitter:
         action = cell.origin.action if cell.origin else Action.FULL
         if action & Action.ANCHOR:
             if cell.apart is None:
-                cell.apart = Cell(_compat.apart(cell.value))
+                cell.apart = Cell(_on_device.apart(cell.value))
             return cell.apart
         if action & Action.CHAIN:
             return Cell(self._computed_again(cell))
@@ -639,7 +639,7 @@ def _of_partial(
     value = cell.value if cell.unrounded is None else cell.unrounded
     if getattr(value, "dtype", None) != FLOAT32:
         return eqn, env
-    return partial, {var: Cell(_compat.kept(value))}
+    return partial, {var: Cell(_on_device.kept(value))}
 
 
 def _retyped(aval: Any, dtype: Any) -> Any:

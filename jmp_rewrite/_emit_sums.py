@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, _on_device
 from jmp_rewrite._emit import Cell, Emitter
 from jmp_rewrite._graph import Inner
 from jmp_rewrite._sums import Sums
@@ -99,7 +99,7 @@ def _product(
                 key = stack_of[var], count
                 if key not in merged:
                     x = cell.value.reshape(-1, *cell.value.shape[count:])
-                    merged[key] = Cell(_compat.apart(x))
+                    merged[key] = Cell(_on_device.apart(x))
                 values[var] = merged[key]
     params = dict(eqn.params, dimension_numbers=(contracted, batch))
     e.equations(use, [(index, eqn.replace(params=params))], values)

@@ -314,7 +314,7 @@ def _barred(values: list[Any]) -> list[Any]:
     """Hides from XLA that operands in a loop were half before they were float32.
 
     XLA:CPU has no kernel for the product that it makes of such (see
-    `_compat.shielded_product`).
+    `_products.shielded_product`).
     """
     if any(isinstance(x, jax.core.Tracer) for x in values):
         return list(lax.optimization_barrier(values))

@@ -12,8 +12,8 @@ import numpy as np
 from jmp_rewrite import _place, _rules, _state
 from jmp_rewrite._again import computed_again, is_backward
 from jmp_rewrite._attention import FeatureSum, sums_over_features
-from jmp_rewrite._compat import GPU, TPU_V5E
 from jmp_rewrite._graph import Graph, Instance, Node
+from jmp_rewrite._on_device import GPU, TPU_V5E
 from jmp_rewrite._parts import Parts, parts_apart
 from jmp_rewrite._pin import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import Category

@@ -13,7 +13,7 @@ import pytest
 from helpers import EPS, HALF, dtypes_in, dtypes_out, eqns, relative_error, trace, walk
 from programs import normal, weights
 
-from jmp_rewrite import _compat, diagnose, mixed_precision
+from jmp_rewrite import _on_device, diagnose, mixed_precision
 
 T, D, F = 16, 32, 48  # tokens, features, features of the hidden layer
 GPU, TPU_V5E = "cuda", "TPU v5 lite"
@@ -62,7 +62,7 @@ def step_of(activation, *, gated=False, biased=True):
 @pytest.fixture(autouse=True)
 def rounded_on_cpus(monkeypatch):
     """What is tested here is for accelerators, which read what was rounded."""
-    monkeypatch.setattr(_compat, "unrounded", lambda rounded, exact: rounded)
+    monkeypatch.setattr(_on_device, "unrounded", lambda rounded, exact: rounded)
 
 
 def variables(eqn):
@@ -149,7 +149,7 @@ def test_the_gradient_is_as_good_where_it_is_computed_again(
         ]
 
     stored = error()
-    monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+    monkeypatch.setattr(_on_device, "restore", lambda stored, again, on: again)
     again = error()
     assert again != stored
     for a, b in zip(again, stored, strict=True):
@@ -169,7 +169,7 @@ def test_the_gradient_of_a_softmax_is_better_than_by_hand(monkeypatch):
         grads = jax.grad(loss_of(attended))(halves, x.astype(jnp.bfloat16))
         return [w - g.astype("f4") for w, g in zip(params, grads, strict=True)]
 
-    monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+    monkeypatch.setattr(_on_device, "restore", lambda stored, again, on: again)
     half = mixed_precision(step, "mixed_bfloat16")(params, x)
     compared = zip(half, by_hand(params, x), full, params, strict=True)
     errors = [
@@ -226,7 +226,7 @@ def test_a_softmax_of_a_product_is_one_kernel_on_tpus(scaled):
 
     (w,) = weights((D, D))
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), w, normal(T, D))
-    measured = (_compat.TPU_V5E, _compat.TPU_V6E)
+    measured = (_on_device.TPU_V5E, _on_device.TPU_V6E)
     settled = [e for e in eqns(jaxpr, "restore") if e.params["on"] == measured]
     assert len(settled) == (0 if scaled else 1)
     made = {v for e in settled for v in e.outvars}
@@ -235,10 +235,10 @@ def test_a_softmax_of_a_product_is_one_kernel_on_tpus(scaled):
 
 
 def test_what_is_settled_is_what_it_was(monkeypatch):
-    monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+    monkeypatch.setattr(_on_device, "restore", lambda stored, again, on: again)
     x = jnp.array([0.0, -0.0, jnp.inf, -jnp.inf, 3e38, 1e-37, 1 / 3])
-    assert bits(jax.jit(_compat.settled)(x)) == bits(x)
-    assert jnp.isnan(_compat.settled(jnp.array(jnp.nan)))
+    assert bits(jax.jit(_on_device.settled)(x)) == bits(x)
+    assert jnp.isnan(_on_device.settled(jnp.array(jnp.nan)))
 
 
 def exponentials(step, params, x):

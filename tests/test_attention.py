@@ -24,7 +24,7 @@ def as_tpu(request, monkeypatch):
     """Runs a test twice: with the sums of this CPU, and with those of a TPU."""
     is_tpu = request.param == "features"
     if is_tpu:
-        monkeypatch.setattr(_compat, "_is_for", lambda context, on: "tpu" in on)
+        monkeypatch.setattr(_compat, "is_for", lambda context, on: "tpu" in on)
     return is_tpu
 
 

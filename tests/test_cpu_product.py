@@ -10,7 +10,7 @@ from helpers import eqns, relative_error, trace
 from jax import lax
 from programs import normal
 
-from jmp_rewrite import _compat, mixed_precision
+from jmp_rewrite import _products, mixed_precision
 
 # Two multiplied shapes, and what is contracted and what is mapped over in each.
 PRODUCTS = {
@@ -31,7 +31,7 @@ every_product = pytest.mark.parametrize("name", PRODUCTS)
 
 @pytest.fixture(autouse=True)
 def as_jax_0_10(monkeypatch):
-    monkeypatch.setattr(_compat, "_ROUNDS_SLOWLY", True)
+    monkeypatch.setattr(_products, "_ROUNDS_SLOWLY", True)
 
 
 def product_of(name):
@@ -47,7 +47,7 @@ def product_of(name):
 
     def half(x, y):
         operands = [x.astype(jnp.bfloat16), y.astype(jnp.bfloat16)]
-        (out,) = _compat.half_product(eqn, operands, params)
+        (out,) = _products.half_product(eqn, operands, params)
         return out.astype(jnp.float32)
 
     return fun, half, args
@@ -73,7 +73,7 @@ def test_accelerators_run_the_product_itself(name, monkeypatch):
         return traced.lower(lowering_platforms=(platform,)).as_text()
 
     texts = {p: text(p) for p in ("cpu", "cuda", "tpu")}
-    monkeypatch.setattr(_compat, "_ROUNDS_SLOWLY", False)
+    monkeypatch.setattr(_products, "_ROUNDS_SLOWLY", False)
     for platform in ("cuda", "tpu"):
         assert text(platform) == texts[platform]
     assert text("cpu") != texts["cpu"]

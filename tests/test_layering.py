@@ -13,6 +13,8 @@ PACKAGE = pathlib.Path(jmp_rewrite.__file__).parent
 ORDER = (
     "_rules",
     "_compat",
+    "_on_device",
+    "_products",
     "_devices",
     "_policy",
     "_scopes",

@@ -19,7 +19,7 @@ WIDTH = H * D
 def as_tpu(request, monkeypatch):
     """Runs a test twice: with the sums of this CPU, and with those of a TPU."""
     if request.param == "parts":
-        monkeypatch.setattr(_compat, "_is_for", lambda context, on: "tpu" in on)
+        monkeypatch.setattr(_compat, "is_for", lambda context, on: "tpu" in on)
 
 
 def indexed(h):

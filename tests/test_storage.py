@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core as jex
 from programs import normal, weights
 
-from jmp_rewrite import _compat, mixed_precision
+from jmp_rewrite import _compat, _on_device, mixed_precision
 
 T, D = 16, 32  # tokens and features; 48 is the width of the hidden layer
 OPTIMIZER = optax.sgd(0.1)
@@ -400,7 +400,7 @@ def test_each_platform_reads_its_own():
     """The exact value where XLA computes it again, the stored one elsewhere."""
 
     def function(stored, again):
-        return _compat.restore(stored, again, ("cuda", "TPU v5 lite"))
+        return _on_device.restore(stored, again, ("cuda", "TPU v5 lite"))
 
     traced = jax.jit(function).trace(jnp.zeros(3), jnp.zeros(3))
     for platforms in (("cpu",), ("cuda",), ("tpu",), ("cuda", "tpu")):
@@ -424,10 +424,10 @@ def test_each_platform_reads_its_own():
 def test_a_generation_of_tpus_reads_its_own(version, on, reads_again):
     backend = version and types.SimpleNamespace(platform_version=version)
     context = types.SimpleNamespace(backend=backend, platforms=("tpu",))
-    assert _compat._is_for(context, on) == reads_again
+    assert _compat.is_for(context, on) == reads_again
     for platforms in (("cpu",), ("cpu", "tpu")):  # lowered on such a machine for others
         context.platforms = platforms
-        assert not _compat._is_for(context, on)
+        assert not _compat.is_for(context, on)
 
 
 @pytest.mark.parametrize("compared", ["logistic", "sum", "moved"])
@@ -462,7 +462,7 @@ def test_what_is_compared_is_the_same_on_every_platform(compared, monkeypatch):
     )
     devices = {e.params["on"] for e in restored}
     assert devices == {("cuda",)}
-    monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+    monkeypatch.setattr(_on_device, "restore", lambda stored, again, on: again)
     half, full = mixed_precision(step, "mixed_bfloat16")(params, x), step(params, x)
     for a, b in zip(half, full, strict=True):
         assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
@@ -473,7 +473,7 @@ def test_a_restored_value_is_mapped_and_differentiated():
     rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
 
     def restore(stored, again):
-        return _compat.restore(stored, again, ("tpu",))
+        return _on_device.restore(stored, again, ("tpu",))
 
     assert (restore(rounded, exact) == rounded).all()
     for axes in ((0, 0), (1, 1)):

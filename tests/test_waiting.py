@@ -7,7 +7,7 @@ import pytest
 from helpers import EPS, HALF, dtypes_in, eqns, relative_error, trace
 from programs import normal, weights
 
-from jmp_rewrite import _compat, diagnose, explain, mixed_precision
+from jmp_rewrite import _compat, _on_device, diagnose, explain, mixed_precision
 
 POLICIES = sorted(HALF)
 
@@ -71,7 +71,7 @@ PROGRAMS = {
 
 def restored(jaxpr):
     """Returns the shapes of what is read from behind a barrier on GPUs alone."""
-    found = [e for e in eqns(jaxpr, "restore") if e.params["on"] == (_compat.GPU,)]
+    found = [e for e in eqns(jaxpr, "restore") if e.params["on"] == (_on_device.GPU,)]
     return [e.outvars[0].aval.shape for e in found]
 
 
@@ -112,7 +112,7 @@ def test_a_gpu_computes_the_same(name, policy, monkeypatch):
     loss, arguments = PROGRAMS[name]
     step, args = gradient_step(loss), arguments()
     here = jax.jit(mixed_precision(step, policy))(*args)
-    monkeypatch.setattr(_compat, "_is_for", lambda context, on: _compat.GPU in on)
+    monkeypatch.setattr(_compat, "is_for", lambda context, on: _on_device.GPU in on)
     there = jax.jit(mixed_precision(step, policy))(*args)
     change = [jax.tree.map(lambda a, w: a - w, x, args[0]) for x in (here, there)]
     assert relative_error(*change) < EPS[policy]
