@@ -1,13 +1,15 @@
 """Wall-clock time of a train step on this CPU, in several ways side by side.
 
-    PYTHONPATH=. python benchmarks/cpu.py [--batch 1024] [--rounds 15] [--json FILE]
+    PYTHONPATH=. python benchmarks/cpu.py [--model mlp] [--batch N] [--rounds 15]
         [--modes float32 by_hand ours] [--tensorflow PYTHON] [--python PYTHON]
+        [--json FILE]
 
-The model is `models/mlp.py`. Every mode runs in a process of its own, and the processes
+The model is `models/mlp.py`, of 1024 examples, or two layers of `models/gpt2.py` with
+4000 words, on 4 texts of 256. Every mode runs in a process of its own, and the processes
 take turns, one step each, while all others wait; so what else the machine does falls on
 all alike. Shown are medians, and the median over the rounds of the ratio to float32 of
 the same round. With `--tensorflow`, the interpreter of an environment with
-`tensorflow-cpu`, TensorFlow runs the same model, in float32 and with its own pass
+`tensorflow-cpu`, TensorFlow runs the MLP as well, in float32 and with its own pass
 (`auto_mixed_precision_onednn_bfloat16`); its ratio is to its own float32.
 
 Times mean something only on an idle machine: the load average before, during and after
@@ -30,6 +32,13 @@ import time
 from typing import Any
 
 HERE = pathlib.Path(__file__).parent
+
+# What is not as in the other benchmarks: a step is to take less than a second.
+SIZES: dict[str, dict[str, int]] = {
+    "mlp": {},
+    "gpt2": {"length": 256, "layers": 2, "vocabulary": 4000},
+}
+BATCHES = {"mlp": 1024, "gpt2": 4}
 
 
 class Worker:
@@ -62,16 +71,17 @@ class Worker:
         self.process.wait()
 
 
-def serve(mode: str, batch: int) -> None:
+def serve(model: str, mode: str, batch: int) -> None:
     """Runs steps in this process, as `Worker` asks for them."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
+    import models
     import modes
-    from models import mlp
 
-    size = mlp.Size(batch=batch)
-    made = modes.MODES[mode](mlp, size)
-    workload = mlp.make(jax.numpy.float32, size)
+    module = models.load(model)
+    size = module.Size(batch=batch, **SIZES[model])
+    made = modes.MODES[mode](module, size)
+    workload = module.make(jax.numpy.float32, size)
     params, state = workload.init(jax.random.key(0))
     opt_state = workload.optimizer.init(params)
     data = workload.batch(jax.random.key(1))
@@ -89,8 +99,9 @@ def serve(mode: str, batch: int) -> None:
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     """The command of every mode's process."""
     batch = str(options.batch)
+    size = ["--model", options.model, "--batch", batch]
     found = {
-        mode: [options.python, __file__, "--serve", mode, "--batch", batch]
+        mode: [options.python, __file__, "--serve", mode, *size]
         for mode in options.modes
     }
     if options.tensorflow:
@@ -149,7 +160,8 @@ def version(python: str, package: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--model", choices=SIZES, default="mlp")
+    parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--modes", nargs="+", default=["float32", "by_hand", "ours"])
     parser.add_argument("--python", default=sys.executable, help="runs the JAX modes")
@@ -157,13 +169,17 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.batch = options.batch or BATCHES[options.model]
     if options.serve:
-        serve(options.serve, options.batch)
+        serve(options.model, options.serve, options.batch)
         return
+    if options.tensorflow and options.model != "mlp":
+        parser.error("TensorFlow runs the MLP alone")
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "jax": version(options.python, "jax"),
         **machine(),
+        "model": options.model,
         "batch": options.batch,
         "rounds": options.rounds,
         **measure(options),

@@ -293,6 +293,17 @@ def is_for_one_device(context: Any) -> bool:
     return getattr(context.axis_context, "num_devices", 0) == 1
 
 
+def holds_whole_arrays(context: Any) -> bool:
+    """Tells a program whose devices hold whole arrays, as each in a `shard_map` does.
+
+    In others the partitioner may have split any dimension of an array.
+    """
+    axes = context.axis_context
+    if hasattr(axes, "manual_axes"):
+        return set(axes.mesh.axis_names) <= set(axes.manual_axes)
+    return is_for_one_device(context)
+
+
 def lays_out(sharding: Any) -> bool:
     """Tells a sharding in an equation's parameters that says more than the mesh."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)

@@ -244,7 +244,9 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
     if eqn.primitive.name == "unrounded":
         return Verdict(INSERTED, "a CPU reads it as it was before it was rounded")
     if eqn.primitive.name == "cpu_product":
-        return Verdict(INSERTED, "a CPU rounds behind the product, which is faster")
+        return Verdict(
+            INSERTED, "a CPU computes the product in another order, or rounds behind it"
+        )
     if eqn.primitive.name == "feature_sum":
         return Verdict(INSERTED, "a TPU takes an attention's sum over its features")
     if eqn.primitive.name == "rounded_product":
