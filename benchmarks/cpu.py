@@ -9,7 +9,7 @@ The model is `models/mlp.py`, of 1024 examples, or two layers of `models/gpt2.py
 take turns, one step each, while all others wait; so what else the machine does falls on
 all alike. Shown are medians, and the median over the rounds of the ratio to float32 of
 the same round. With `--tensorflow`, the interpreter of an environment with
-`tensorflow-cpu`, TensorFlow runs the MLP as well, in float32 and with its own pass
+`tensorflow-cpu`, TensorFlow runs the MLP too, in float32 and with its own pass
 (`auto_mixed_precision_onednn_bfloat16`); its ratio is to its own float32.
 
 Times mean something only on an idle machine: the load average before, during and after

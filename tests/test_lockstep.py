@@ -11,7 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import BY_NAME, PROGRAMS, W, mesh, normal
 
-from jmp_rewrite import _compat, _lockstep, _lockstep_loops, _rewrite, _transform
+from jmp_rewrite import (
+    _compat,
+    _lockstep,
+    _lockstep_loops,
+    _on_device,
+    _rewrite,
+    _transform,
+)
 from jmp_rewrite._evaluate import evaluate
 from jmp_rewrite._findings import findings_of
 from jmp_rewrite._float32 import in_float32
@@ -38,7 +45,7 @@ def standard_promotion():
 @pytest.fixture(autouse=True)
 def rounded_on_cpus(monkeypatch):
     """What is diagnosed is what accelerators run: a CPU reads some values unrounded."""
-    monkeypatch.setattr(_compat, "unrounded", lambda rounded, exact: rounded)
+    monkeypatch.setattr(_on_device, "unrounded", lambda rounded, exact: rounded)
 
 
 def lockstep(fun, args, policy="mixed_bfloat16", rounded_less=False):

@@ -7,7 +7,7 @@ from helpers import EPS, HALF, dtypes_in, eqns, relative_error, trace
 from jax import lax
 from programs import normal, weights
 
-from jmp_rewrite import _compat, diagnose, explain, mixed_precision
+from jmp_rewrite import _on_device, diagnose, explain, mixed_precision
 
 POLICIES = sorted(HALF)
 N, T, D = 4, 16, 24  # examples, places, features
@@ -65,7 +65,7 @@ def test_the_gradients_are_as_good(policy, monkeypatch):
     reference = step(*arguments())
     for platform in ("cpu", "tpu"):
         if platform == "tpu":
-            monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+            monkeypatch.setattr(_on_device, "restore", lambda stored, again, on: again)
         values = mixed_precision(step, policy)(*arguments())
         assert relative_error(values, reference) < EPS[policy]
 

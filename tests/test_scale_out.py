@@ -28,7 +28,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jmp_rewrite import (
-    _compat,
+    _on_device,
     loss_scale_state,
     loss_scaling,
     mixed_precision,
@@ -548,7 +548,7 @@ def test_what_is_computed_again_is_sharded_like_what_is_stored(
 ):
     """A GELU, and a softmax of a product: what a backward pass computes again."""
     if restored == "again":
-        monkeypatch.setattr(_compat, "restore", lambda stored, again, on: again)
+        monkeypatch.setattr(_on_device, "restore", lambda stored, again, on: again)
 
     def step(w, out, x):
         def loss(params):

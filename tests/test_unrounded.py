@@ -10,7 +10,7 @@ from helpers import eqns, relative_error, trace
 from jax import lax
 from programs import normal, weights
 
-from jmp_rewrite import _compat, mixed_precision
+from jmp_rewrite import _on_device, mixed_precision
 
 T, D, F = 64, 32, 96  # tokens, features, features of the hidden layer
 LAYERS = 12
@@ -22,7 +22,7 @@ def rounded(monkeypatch):
     """Returns a function after which CPUs read what accelerators read."""
 
     def start():
-        monkeypatch.setattr(_compat, "unrounded", lambda rounded, exact: rounded)
+        monkeypatch.setattr(_on_device, "unrounded", lambda rounded, exact: rounded)
 
     return start
 
