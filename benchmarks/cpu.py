@@ -5,9 +5,9 @@
         [--json FILE]
 
 The model is `models/mlp.py`, of 1024 examples, or two layers of `models/gpt2.py` with
-4000 words, on 4 texts of 256. Every mode runs in a process of its own, and the processes
-take turns, one step each, while all others wait; so what else the machine does falls on
-all alike. Shown are medians, and the median over the rounds of the ratio to float32 of
+4000 words, on 4 texts of 256. Every mode runs in a process of its own, and they take
+turns, one step each, while all others wait; so what else the machine does falls on all
+alike. Shown are medians, and the median over the rounds of the ratio to float32 of
 the same round. With `--tensorflow`, the interpreter of an environment with
 `tensorflow-cpu`, TensorFlow runs the MLP too, in float32 and with its own pass
 (`auto_mixed_precision_onednn_bfloat16`); its ratio is to its own float32.
