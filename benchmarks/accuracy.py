@@ -12,7 +12,8 @@ batch), so the geometric mean over `--batches` of the gradients' errors is shown
 with it the standard error of the ratio of ours to by hand's.
 
 It runs on the CPU. There a product of bfloat16 operands accumulates in float32, as on
-the devices; what XLA fuses is rounded as on this CPU. With `--as` what our program
+the devices (XLA:CPU of JAX 0.12 adds up in bfloat16 where it folds a transpose into
+one, so it is kept from it); what XLA fuses is rounded as on this CPU. With `--as` what our program
 leaves to the device is as on that one ("cuda", "tpu", or "TPU v5 lite"): what is
 computed again, and which products round their results, but for convolutions.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -35,6 +37,9 @@ import results
 import zoo_float64
 
 from jmp_rewrite import _compat
+
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = _FLAGS + " --xla_disable_hlo_passes=transpose-folding"
 
 EPSILON = float(jnp.finfo(jnp.bfloat16).eps)
 STEPS = 5
