@@ -13,9 +13,9 @@ with it the standard error of the ratio of ours to by hand's.
 
 It runs on the CPU. There a product of bfloat16 operands accumulates in float32, as on
 the devices (XLA:CPU of JAX 0.12 adds up in bfloat16 where it folds a transpose into
-one, so it is kept from it); what XLA fuses is rounded as on this CPU. With `--as` what our program
-leaves to the device is as on that one ("cuda", "tpu", or "TPU v5 lite"): what is
-computed again, and which products round their results, but for convolutions.
+one, so it is kept from it); what XLA fuses is rounded as on this CPU. With `--as` what
+our program leaves to the device is as on that one ("cuda", "tpu", or "TPU v5 lite"):
+what is computed again, and which products round their results, but for convolutions.
 """
 
 from __future__ import annotations
