@@ -179,18 +179,17 @@ class _Rows(NamedTuple):
     split: int | None
 
 
-def _by_rows(
+def _contracts_columns(
     operands: Sequence[Any], dimension_numbers: Any, batch_first: bool
-) -> _Rows | None:
-    """Finds how a product that contracts columns contracts rows; None for others.
+) -> bool:
+    """Tells a product that contracts the columns of its first operand.
 
     XLA:CPU has bfloat16 kernels for products that contract the rows of their first
     operand. It folds a transpose of the last two dimensions into a product and computes
     what comes out number by number, as the gradients of an attention's keys and values
     (JAX 0.10.2 to 0.12.0; 96 of 256 x 256 x 64, two cores: 20 GFLOP/s for 500; float32
     100). If the second operand's dimensions have to be moved as well, JAX 0.12 even
-    adds up in bfloat16: over 512 numbers the error is 2.4 % for 0.17 %. What is moved
-    instead is the smaller operand, or the result.
+    adds up in bfloat16: over 512 numbers the error is 2.4 % for 0.17 %.
 
     Args:
       operands: of the product.
@@ -198,29 +197,41 @@ def _by_rows(
       batch_first: whether mapped dimensions are moved to the front. Where XLA does
         that, it makes a copy, in the order that is fast.
     """
+    (contracted, _), (mapped, _) = dimension_numbers
+    free = [
+        [d for d in range(x.ndim) if d not in (*dims, *front)]
+        for x, dims, front in zip(operands, *dimension_numbers, strict=True)
+    ]
+    for x, dims in zip(operands, free, strict=True):
+        if all(x.shape[d] == 1 for d in dims):
+            return False  # a vector
+    leads = batch_first or tuple(mapped) == tuple(range(len(mapped)))
+    return leads and len(contracted) == len(free[0]) == 1 and contracted[0] < free[0][0]
+
+
+def _by_rows(operands: Sequence[Any], dimension_numbers: Any) -> _Rows | None:
+    """Finds how such a product contracts rows; None if nothing can be copied.
+
+    What is moved is the smaller operand, or the result.
+    """
     if not all(isinstance(d, int) for x in operands for d in x.shape):
         return None  # symbols, in an exported program
     if any(_compat.lays_out(jax.typeof(x).sharding) for x in operands):
         return None  # a dimension that is sharded in the type cannot be split
-    orders, moves, sizes = [], [], []
+    orders, moves = [], []
     for x, contracted, mapped in zip(operands, *dimension_numbers, strict=True):
         rest = [d for d in range(x.ndim) if d not in mapped]
         free = [d for d in rest if d not in contracted]
         orders.append((*mapped, *free, *contracted))
         moves.append(rest != [*free, *contracted])
-        sizes.append(math.prod(x.shape[d] for d in free))
-    order, mapped = orders[0], dimension_numbers[1][0]
-    first, second = operands
-    is_matrix = len(order) == len(mapped) + 2
-    leads = batch_first or order[: len(mapped)] == tuple(range(len(mapped)))
-    if not (moves[0] and is_matrix and leads) or min(sizes) < 2:
-        return None
-    result = sizes[0] * sizes[1] * math.prod(first.shape[d] for d in mapped)
+    mapped, (first, second) = len(dimension_numbers[1][0]), operands
+    columns = math.prod(second.shape[d] for d in orders[1][mapped:-1])
+    result = math.prod(first.shape[d] for d in orders[0][:-1]) * columns
     swapped = result + moves[1] * second.size < first.size
     order, x = orders[swapped], operands[swapped]
     if not moves[swapped]:
         return _Rows(swapped, order, None)
-    even = [d for d in order[len(mapped) :] if x.shape[d] % 2 == 0]
+    even = [d for d in order[mapped:] if x.shape[d] % 2 == 0]
     return _Rows(swapped, order, even[-1]) if even else None
 
 
@@ -265,7 +276,8 @@ def _cpu_product_primitive() -> jex.Primitive:
     def fast(
         first: Any, second: Any, out: Any, *, rows: _Rows | None, **params: Any
     ) -> Any:
-        dtype = np.dtype(np.float32) if _ROUNDS_SLOWLY else out.dtype
+        rounds = _ROUNDS_SLOWLY or rows is None
+        dtype = np.dtype(np.float32) if rounds else out.dtype
         if rows is not None:
             product = _contract_rows((first, second), params, rows, dtype)
         else:
@@ -289,8 +301,6 @@ def _cpu_product_primitive() -> jex.Primitive:
     def lower(ctx: Any, first: Any, second: Any, out: Any, **params: Any) -> Any:
         if params["rows"] and not _compat.holds_whole_arrays(ctx.module_context):
             params["rows"] = None
-            if not _ROUNDS_SLOWLY:
-                return [out]
         return on_cpu(ctx, first, second, out, **params)
 
     @functools.cache
@@ -317,7 +327,7 @@ def half_product(
 
     XLA:CPU of JAX 0.10 has its fast bfloat16 kernels for float32 results alone: 240
     GFLOP/s on two cores, 1100 with a result that is rounded behind the product. All
-    versions have none for products that contract columns (`_by_rows`).
+    versions have none for products that contract columns (`_contracts_columns`).
     """
     outs = _compat.bind(eqn, operands, params)
     if eqn.primitive.name != "dot_general":
@@ -329,10 +339,11 @@ def half_product(
 
 def _on_cpu(operands: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
     """Reads a product; a CPU computes it in another way, where one is faster."""
-    is_full = out.dtype == np.float32
+    numbers, is_full = params["dimension_numbers"], out.dtype == np.float32
     rounds = _ROUNDS_SLOWLY and not is_full
-    rows = _by_rows(operands, params["dimension_numbers"], is_full or rounds)
-    if rows is None and not rounds:
+    columns = _contracts_columns(operands, numbers, batch_first=is_full or rounds)
+    rows = _by_rows(operands, numbers) if columns else None
+    if rows is None and (is_full or not (rounds or columns)):
         return out
     return _CPU_PRODUCT.bind(*operands, out, rows=rows, **_without_result(params))
 

@@ -53,7 +53,11 @@ def version(request, monkeypatch):
 def product_of(name):
     """Returns a product, the same of half operands as a step has it, and operands."""
     left, right, contracting, batch = PRODUCTS[name]
-    args = (8 * normal(*left), normal(*right, seed=1))
+    return product(8 * normal(*left), normal(*right, seed=1), contracting, batch)
+
+
+def product(left, right, contracting, batch=((), ())):
+    args = left, right
 
     def fun(x, y):
         return lax.dot_general(x, y, (contracting, batch))
@@ -72,15 +76,15 @@ def product_of(name):
 @every_product
 def test_it_is_the_product_rounded_once(name, version):
     """Others are XLA's own on JAX 0.11, which may not round them at all."""
-    if version != "0.10" and name not in BY_ROWS:
-        return
+    is_ours = version == "0.10" or name in BY_ROWS
     fun, half, args = product_of(name)
     operands = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in args]
     expected = fun(*operands).astype(jnp.bfloat16).astype(jnp.float32)
     result = jax.jit(half)(*args)
     assert result.shape == expected.shape
     if result.size:
-        assert relative_error(result, expected) < 2**-10  # few at a tie
+        # Few are at a tie; half an epsilon, where one of both is not rounded.
+        assert relative_error(result, expected) < (2**-10 if is_ours else 2**-8)
 
 
 @every_product
@@ -102,7 +106,7 @@ def test_accelerators_run_the_product_itself(name, version):
 
     for platform in ("cuda", "tpu"):
         assert text(half, platform) == text(plain, platform)
-    is_another = version == "0.10" or name in BY_ROWS
+    is_another = version == "0.10" or name in BY_ROWS or name == "odd in all"
     assert (text(half, "cpu") != text(plain, "cpu")) == is_another
 
 
@@ -153,17 +157,17 @@ def test_nothing_is_split_that_devices_share(name):
     assert copies(local) == copies(half)
 
 
-def test_symbolic_shapes_are_left_alone():
+@pytest.mark.parametrize("numbers", [((0,), (0,)), ((1,), (0,))])
+def test_shapes_may_be_symbols(numbers):
+    """What is not known to be even is not split."""
     rows = jax.export.symbolic_shape("rows")[0]
-    args = [jax.ShapeDtypeStruct((rows, columns), jnp.float32) for columns in (24, 16)]
-
-    def step(x, y):
-        return x.T @ y
-
-    rewritten = mixed_precision(step, "mixed_bfloat16")
-    exported = jax.export.export(jax.jit(rewritten), platforms=["cpu"])(*args)
+    shapes = {0: (rows, 24), 1: (24, rows)}[numbers[0][0]], (rows, 16)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    fun, half, _ = product(*args, numbers)
+    exported = jax.export.export(jax.jit(half), platforms=["cpu"])(*args)
     x, y = normal(10, 24), normal(10, 16, seed=1)
-    assert relative_error(exported.call(x, y), x.T @ y) < 0.01
+    x = x if numbers[0] == (0,) else x.T
+    assert relative_error(exported.call(x, y), fun(x, y)) < 0.01
 
 
 @every_product
@@ -191,7 +195,8 @@ def test_what_is_no_whole_step_has_the_product_alone():
         return jnp.tanh(x @ w) @ w
 
     args = normal(6, 8), normal(8, 8)
-    names = [e.primitive.name for e in trace(mixed_precision(fun), *args).eqns]
+    rewritten = mixed_precision(fun, "mixed_bfloat16")
+    names = [e.primitive.name for e in trace(rewritten, *args).eqns]
     assert set(names) == {"convert_element_type", "dot_general", "tanh"}
 
 
@@ -215,14 +220,19 @@ def test_a_whole_step_runs_on_it(version):
     assert error < 0.03
 
 
-def test_gradients_of_keys_are_added_up_in_float32():
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("places", [512, 511])
+def test_gradients_of_keys_are_added_up_in_float32(places, shared):
     """XLA:CPU of JAX 0.12 adds them up in bfloat16, which is off by 2 %."""
-    scores, queries = normal(2, 3, 512, 12), normal(2, 512, 3, 8, seed=1)
+    scores, queries = normal(2, 3, places, 11), normal(2, places, 3, 7, seed=1)
+    fun, half, _ = product(scores, queries, ((2,), (1,)), ((0, 1), (0, 2)))
+    mesh = jax.make_mesh((2,), ("devices",), devices=jax.devices()[:2])
+    placed = {"in_shardings": jax.NamedSharding(mesh, jax.P())} if shared else {}
+    result = jax.jit(half, **placed)(scores, queries)
+    operands = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (scores, queries)]
+    assert relative_error(result, fun(*operands)) < 2**-8
 
-    def step(scores, queries):
-        keys = jnp.einsum("bhqk,bqhf->bkhf", scores, queries)
-        return jnp.einsum("bkhf,bqhf->bhqk", keys, queries)
 
-    rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
-    error = relative_error(rewritten(scores, queries), step(scores, queries))
-    assert error < 2**-8
+def test_nothing_is_added_up():
+    _, half, args = product(jnp.zeros((0, 8)), jnp.zeros((0, 4)), ((0,), (0,)))
+    np.testing.assert_array_equal(jax.jit(half)(*args), np.zeros((8, 4)))
