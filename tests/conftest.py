@@ -13,6 +13,9 @@ import sys
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("MPLBACKEND", "agg")
+# Most of the time goes to compiling programs that run once: LLVM need not optimize what
+# XLA made of them, which changes no dtype, no fusion and no kernel.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import hypothesis
 import jax
