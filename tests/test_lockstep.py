@@ -29,8 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
 
 # What one `jit` fuses, XLA:CPU may round in another place, in the last bit of float32.
 FUSED = 1e-6
-# These hold a scan that the rewritten program compiles as a whole.
-COMPILED = {"epoch", "lstm", "step_adam"}
+# These hold a scan that one of the programs compiles as a whole. In a loop the `tanh`
+# of `map` differs in its last bit, unless LLVM optimizes.
+COMPILED = {"epoch", "lstm", "map", "step_adam"}
 # What these hold is compiled as a whole, and XLA:CPU leaves out roundings, unless told.
 ROUNDED_LESS = {"epoch", "fori", "jit", "lstm", "pmap"}
 
