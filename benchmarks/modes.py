@@ -112,8 +112,10 @@ def mpx(model: ModuleType, size: Any) -> Made:
 
 def propagation(model: ModuleType, size: Any) -> Made:
     """This package with TensorFlow's greedy placement."""
-    from jmp_rewrite import Policy, _plan, _rewrite, _transform
-    from jmp_rewrite._scopes import Place
+    from jmp_rewrite import Policy, _transform
+    from jmp_rewrite._emit import program
+    from jmp_rewrite._graph.scopes import Place
+    from jmp_rewrite._precision import decide
 
     made = float32(model, size)
     policy = Policy(POLICY)
@@ -122,9 +124,9 @@ def propagation(model: ModuleType, size: Any) -> Made:
         def wrapped(*args: Any) -> Any:
             closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
             plan, _ = _transform._decide(
-                closed, policy, Place(), placement=_plan.propagation
+                closed, policy, Place(), placement=decide.propagation
             )
-            results = _rewrite.run(plan, closed.consts, jax.tree.leaves(args))
+            results = program.run(plan, closed.consts, jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(shape), results)
 
         return wrapped

@@ -74,7 +74,7 @@ def _sources(key: Key) -> list[str]:
     parts += [inspect.getsource(f) for f in (modes.MODES[key.mode], modes.float32)]
     parts.append(inspect.getsource(devices))
     if key.mode in modes.OURS:
-        parts += [p.read_text() for p in sorted(PACKAGE.glob("*.py"))]
+        parts += [p.read_text() for p in sorted(PACKAGE.rglob("*.py"))]
     return parts
 
 

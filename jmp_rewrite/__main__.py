@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 
 from jmp_rewrite._policy import Policy, check_device
-from jmp_rewrite._rules import Category, default_rules, reason
+from jmp_rewrite._rules.table import Category, default_rules, reason
 
 if TYPE_CHECKING:
-    from jmp_rewrite._demo import Course, Digits, Run
+    from jmp_rewrite._demo.train import Course, Digits, Run
 
 PROG = "python -m jmp_rewrite"
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -118,17 +118,17 @@ def _train(argv: Sequence[str]) -> None:
             f"{parser.prog}: the training needs {', '.join(missing)}: "
             "pip install 'jmp_rewrite[demo]', or '.[demo]' in a checkout\n",
         )
-    from jmp_rewrite import _demo, _demo_report
+    from jmp_rewrite._demo import report, train
 
     units = args.units or (1024 if jax.default_backend() == "cpu" else 4096)
-    course = _demo.Course(
+    course = train.Course(
         units, args.epochs, args.batch_size, args.seed, args.force_overflow
     )
-    digits = _demo.load_digits(args.seed)
+    digits = train.load_digits(args.seed)
     _check(parser, args.policies, digits, course)
     runs = _train_all(args.policies, digits, course)
-    _demo_report.save_figure(runs, args.out)
-    _print(_demo_report.table(runs))
+    report.save_figure(runs, args.out)
+    _print(report.table(runs))
     print(f"The curves are in {args.out}.")
 
 
@@ -161,7 +161,7 @@ def _train_all(
     """Trains one policy after the other behind a progress bar."""
     from rich import progress
 
-    from jmp_rewrite import _demo
+    from jmp_rewrite._demo import train
 
     device = jax.devices()[0].device_kind
     steps = course.epochs * digits.steps_per_epoch(course)
@@ -175,7 +175,7 @@ def _train_all(
             def show(run: "Run", task: progress.TaskID = task) -> None:
                 bar.update(task, advance=1, loss=run.losses[-1])
 
-            runs.append(_demo.train(name, digits, course, show))
+            runs.append(train.train(name, digits, course, show))
     return runs
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jmp_rewrite._devices import DeviceCheck, auto_compute_dtype, check_devices
-from jmp_rewrite._rules import RULES, Category, default_rules, dtype_name
+from jmp_rewrite._rules.table import RULES, Category, default_rules, dtype_name
 
 LossScale: TypeAlias = str | float | None
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_rewrite._loss_scale import loss_scaling
-from jmp_rewrite._loss_scale_state import find_states
-from jmp_rewrite._loss_scale_step import scale_loss
+from jmp_rewrite._loss_scaling.state import find_states
+from jmp_rewrite._loss_scaling.step import scale_loss
+from jmp_rewrite._loss_scaling.transformation import loss_scaling
 from jmp_rewrite._policy import (
     Policy,
     as_policy,

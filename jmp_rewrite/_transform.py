@@ -21,18 +21,15 @@ import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
 
-from jmp_rewrite import (
-    _build,
-    _compat,
-    _graph,
-    _parameters,
-    _pin,
-    _plan,
-    _rewrite,
-)
+from jmp_rewrite import _compat
+from jmp_rewrite._emit import program
+from jmp_rewrite._graph import build, nodes
+from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
-from jmp_rewrite._rules import Category
-from jmp_rewrite._scopes import REWRITTEN, Place, matched, report_unused
+from jmp_rewrite._precision import decide as _plan
+from jmp_rewrite._precision import parameters as _parameters
+from jmp_rewrite._precision import pins as _pin
+from jmp_rewrite._rules.table import Category
 
 _LOGGER = logging.getLogger("jmp_rewrite")
 
@@ -173,7 +170,7 @@ def mixed_precision(
             plan = decide_traced(traced, chosen)
             with jax.named_scope(REWRITTEN):
                 consts = _compat.constants(traced.closed)
-                results = _rewrite.run(plan, consts, traced.arrays)
+                results = program.run(plan, consts, traced.arrays)
             return finish(traced.rebuild(results))
 
     wraps(fun, wrapped)
@@ -435,7 +432,7 @@ def trace_types(
 
 def decide_quietly(
     traced: Traced, policy: Policy
-) -> tuple[_graph.Graph, _plan.Plan | None, list[str]]:
+) -> tuple[nodes.Graph, _plan.Plan | None, list[str]]:
     """Decides for a traced function, and warns of nothing.
 
     Returns:
@@ -443,7 +440,7 @@ def decide_quietly(
       of `scopes` that matched nothing.
     """
     if policy.compute_dtype == np.float32:
-        return _build.build(traced.closed), None, []
+        return build.build(traced.closed), None, []
     plan, used = _decide(
         traced.closed,
         policy,
@@ -511,7 +508,7 @@ def _decide(
 
     # bfloat16 has float32's range: it rounds no positive number to 0.
     by_sign = policy.compute_dtype != np.float16
-    graph = _build.build(closed, is_opaque, place, bool(policy.scopes), by_sign)
+    graph = build.build(closed, is_opaque, place, bool(policy.scopes), by_sign)
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
     pins = _pin.pin(graph, policy, overrides, differentiated)
     _log_opaque(_pin.left_alone(graph, pins))
@@ -532,7 +529,7 @@ def _decide(
     return plan, used | matched(policy, (n.place.path for n in graph.nodes))
 
 
-def _log_opaque(left_alone: Sequence[_graph.Opaque]) -> None:
+def _log_opaque(left_alone: Sequence[nodes.Opaque]) -> None:
     """Logs what was left alone; silence is the worst answer."""
     for eqn, place, why, where in left_alone:
         _LOGGER.info(
@@ -584,7 +581,7 @@ def mixed_precision_jaxpr(closed_jaxpr: Any, policy: PolicyLike = None) -> Any:
 
     def rewritten(*args: Any) -> list[Any]:
         with jax.named_scope(REWRITTEN):
-            return _rewrite.run(plan, consts, args)
+            return program.run(plan, consts, args)
 
     before = _compat.open_jaxpr(closed_jaxpr)
     half = jax.make_jaxpr(rewritten)(*(v.aval for v in before.invars))

@@ -81,6 +81,32 @@ def relative_error(value: Any, reference: Any) -> float:
     return float(np.sqrt(error / norm)) if norm else 0.0
 
 
+def shape_of(jaxpr: Any) -> list[Any]:
+    """Returns the structure of a jaxpr without names of variables and places."""
+    jaxpr = open_jaxpr(jaxpr)
+    numbers = {}
+
+    def atom(a):
+        if hasattr(a, "val"):
+            return ("literal", str(a.val), str(a.aval))
+        return (numbers.setdefault(a, len(numbers)), str(a.aval))
+
+    lines = [[atom(v) for v in [*jaxpr.constvars, *jaxpr.invars]]]
+    for eqn in jaxpr.eqns:
+        inner = [shape_of(j) for j in jex.jaxprs_in_params(eqn.params)]
+        names = sorted(k for k in eqn.params)
+        lines.append(
+            (
+                eqn.primitive.name,
+                names,
+                [atom(v) for v in eqn.invars],
+                [atom(v) for v in eqn.outvars],
+                inner,
+            )
+        )
+    return [*lines, [atom(v) for v in jaxpr.outvars]]
+
+
 def bit_equal(one: Any, other: Any) -> None:
     """Asserts equal trees, to the bit."""
     same_types(one, other)

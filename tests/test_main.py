@@ -9,10 +9,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from jmp_rewrite import _demo, _demo_report
 from jmp_rewrite.__main__ import main
+from jmp_rewrite._demo import report, train
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._rules import default_rules
+from jmp_rewrite._rules.table import default_rules
 
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
 TINY = ["--units", "16", "--epochs", "2", "--batch-size", "256"]
@@ -21,13 +21,13 @@ FORCED = 3  # of 2 * 5 steps
 
 @pytest.fixture(scope="module")
 def digits():
-    return _demo.load_digits(0)
+    return train.load_digits(0)
 
 
 @pytest.fixture(scope="module")
 def runs(digits):
-    course = _demo.Course(units=16, epochs=2, force_overflow=FORCED)
-    return {p: _demo.train(p, digits, course, lambda run: None) for p in POLICIES}
+    course = train.Course(units=16, epochs=2, force_overflow=FORCED)
+    return {p: train.train(p, digits, course, lambda run: None) for p in POLICIES}
 
 
 def panels_with_curves(path, panels):
@@ -41,7 +41,7 @@ def test_job_prints_a_row_a_policy_and_draws(run_python, tmp_path):
     ran = run_python("-m", "jmp_rewrite", *TINY, "--force-overflow", str(FORCED))
     assert ran.returncode == 0, ran.stderr
     heads = re.sub(r"[┃\s]+", " ", ran.stdout)
-    for word in " ".join(_demo_report.COLUMNS).split():
+    for word in " ".join(report.COLUMNS).split():
         assert word in heads
     rows = dict(re.findall(r"│ (\w+) +│(.*)│\n", ran.stdout))
     assert list(rows) == POLICIES
@@ -84,23 +84,23 @@ def test_nothing_overflows_where_no_loss_is_scaled(runs):
 
 
 def test_loss_scale_grows_within_the_course(digits):
-    course = _demo.Course(units=16, epochs=1, growth_interval=2)
-    run = _demo.train("mixed_float16", digits, course, lambda run: None)
+    course = train.Course(units=16, epochs=1, growth_interval=2)
+    run = train.train("mixed_float16", digits, course, lambda run: None)
     assert run.scales == [2.0**e for e in (15, 16, 16, 17, 17)]
 
 
 def test_a_course_is_the_same_twice(digits, runs):
-    course = _demo.Course(units=16, epochs=2, force_overflow=FORCED)
-    again = _demo.train("float32", digits, course, lambda run: None)
+    course = train.Course(units=16, epochs=2, force_overflow=FORCED)
+    again = train.train("float32", digits, course, lambda run: None)
     assert again.losses == runs["float32"].losses
 
 
 def test_activations_are_what_depends_on_the_batch(digits):
     units, size = 512, 4
-    params = _demo.init_params(0, units)
-    batch = _demo.make_batch(digits.train_images[:size], digits.train_labels[:size])
+    params = train.init_params(0, units)
+    batch = train.make_batch(digits.train_images[:size], digits.train_labels[:size])
     full, half = (
-        _demo.activation_bytes(Policy(name), params, batch)
+        train.activation_bytes(Policy(name), params, batch)
         for name in ("float32", "mixed_bfloat16")
     )
     hidden = 2 * size * units  # values of both hidden layers
@@ -112,7 +112,7 @@ def test_activations_are_what_depends_on_the_batch(digits):
 def test_scale_is_drawn_only_where_there_is_one(runs, tmp_path):
     for name, panels in (("float32", 2), ("mixed_float16", 3)):
         path = tmp_path / f"{name}.png"
-        _demo_report.save_figure([runs[name]], path)
+        report.save_figure([runs[name]], path)
         assert panels_with_curves(path, panels) == panels
 
 

@@ -23,7 +23,7 @@ from jmp_rewrite._policy import (
     set_policy,
     use_policy,
 )
-from jmp_rewrite._rules import Category, default_rules
+from jmp_rewrite._rules.table import Category, default_rules
 
 KNOWN = "'mixed_float16', 'mixed_bfloat16', 'float32', 'auto'"
 

@@ -1,0 +1,1 @@
+"""Finds the line that loses precision."""

@@ -1,0 +1,209 @@
+"""`diagnose`: which line loses what in half precision, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jmp_rewrite import _compat, _transform
+from jmp_rewrite._diagnose import lockstep as _lockstep
+from jmp_rewrite._diagnose.blame import Finding, blame
+from jmp_rewrite._diagnose.counts import SPOILT
+from jmp_rewrite._diagnose.diagnosis import Diagnosis
+from jmp_rewrite._diagnose.evaluate import evaluate
+from jmp_rewrite._diagnose.findings import findings_of
+from jmp_rewrite._diagnose.float32 import in_float32
+from jmp_rewrite._diagnose.lockstep_calls import HANDLERS
+from jmp_rewrite._diagnose.results import Reference
+from jmp_rewrite._emit import program as _rewrite
+from jmp_rewrite._loss_scaling.state import find_states
+from jmp_rewrite._policy import Policy, PolicyLike, as_policy
+from jmp_rewrite._precision import parameters
+from jmp_rewrite._precision.decide import Action, Plan
+
+# Rounding noise stays below: in bfloat16 the first step of Adam, which divides each
+# gradient by its own size, is off by 0.15 in a transformer without any fault.
+_TOLERANCE = 0.25
+
+
+def diagnose(
+    fun: Callable[..., Any],
+    policy: PolicyLike = None,
+    *,
+    tolerance: float | None = None,
+) -> Callable[..., Diagnosis]:
+    """Finds out which line makes a program wrong in half precision.
+
+    Runs the function on the arguments of a call twice, side by side and equation by
+    equation: rewritten by the policy, and in float32, where what the function makes
+    half itself is float32 too. For each equation it counts how far the two are apart,
+    which values overflowed, and which vanished. Where an error appears is told from
+    where it is only handed on: blamed is what appears at an equation and reaches a
+    result. Loops name the iteration, and a backward pass is part of the program, so
+    that a whole train step is what to diagnose.
+
+    It runs outside of `jax.jit`, on real arguments, and takes about six times as long
+    as the float32 run outside of `jax.jit`, in about twice its memory. Callbacks run
+    several times. Everything is rounded that an accelerator rounds, on a CPU too, which
+    by itself reads some values before they are rounded.
+
+    Args:
+      fun: the function, with or without `mixed_precision` and `jax.jit` around it.
+      policy: what to run it under; None for that of a decorated `fun`, otherwise for
+        the default policy.
+      tolerance: the error of a result, relative to its norm, that is fine; None for
+        0.25, which rounding does not reach and a fault does.
+
+    Returns:
+      A function of the same arguments that returns a `Diagnosis`. Print it first; its
+      `policy` adds to the policy the fewest `scopes` and `rules` that bring the error
+      under the tolerance.
+
+    Raises:
+      TypeError: if `fun` is no function, or it is called inside a transformation.
+      ValueError: for an unknown policy, or a tolerance that is no number above 0.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_rewrite as jmpr
+      >>> def f(params, x):
+      ...     with jax.named_scope("layer"):
+      ...         h = jnp.square(x @ params["w"])
+      ...         return h @ params["v"]
+      >>> params = {"w": 100 * jnp.eye(8), "v": jnp.ones((8, 8))}
+      >>> diagnosis = jmpr.diagnose(f, "mixed_float16")(params, 3 * jnp.ones((2, 8)))
+      >>> diagnosis.worst.primitive, diagnosis.worst.overflowed
+      ('square', 16)
+      >>> diagnosis.policy
+      Policy('mixed_float16', scopes={'layer': 'float32'})
+    """
+    if not callable(fun):
+        raise TypeError(f"diagnose expected a function, got {fun!r}.")
+    if tolerance is not None and not _is_tolerance(tolerance):
+        raise ValueError(
+            f"diagnose expected a tolerance above 0, or None, got {tolerance!r}."
+        )
+    plain, own = _transform.undecorated(fun)
+    given = own if policy is None else as_policy(policy)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Diagnosis:
+        program = _Program(_transform.trace_call(plain, args, kwargs))
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return _diagnosis(
+                _transform.name_of(plain).rpartition("<locals>.")[2],
+                program,
+                as_policy(given),
+                _TOLERANCE if tolerance is None else float(tolerance),
+            )
+
+    return _transform.wraps(plain, wrapped)
+
+
+def _is_tolerance(given: Any) -> bool:
+    if isinstance(given, bool) or not isinstance(given, (int, float, np.number)):
+        return False
+    return bool(math.isfinite(given) and given > 0)
+
+
+class _Program:
+    """A traced call, that is run under one policy after the other."""
+
+    def __init__(self, traced: _transform.Traced) -> None:
+        if any(isinstance(x, jax.core.Tracer) for x in traced.arrays):
+            raise TypeError(
+                "diagnose runs a program to see its numbers, but it was called inside "
+                "jax.jit, jax.grad or another transformation: call it outside, on "
+                "arrays, with the transformation inside the function."
+            )
+        self.traced = traced
+        self.consts = _compat.constants(traced.closed)
+
+    def plan(self, policy: Policy) -> Plan:
+        """Decides what is done with each equation."""
+        if policy.compute_dtype != np.float32:
+            return _transform.decide_traced(self.traced, policy)
+        plan = _transform.decide_traced(self.traced, Policy("mixed_bfloat16"))
+        return dataclasses.replace(plan, actions=[Action.FULL] * len(plan.actions))
+
+    def rewritten(self, policy: Policy) -> list[Any]:
+        """Runs the program as a policy rewrites it."""
+        plan, arrays = self.plan(policy), self.traced.arrays
+        with jax.debug_nans(False), jax.debug_infs(False):
+            closed = jax.make_jaxpr(lambda *a: _rewrite.run(plan, self.consts, a))
+            return evaluate(closed(*arrays), arrays)
+
+    def reference(self, arrays: Sequence[Any]) -> list[Any]:
+        """Runs the program in float32."""
+        return evaluate(self.traced.closed, arrays, in_float32)
+
+
+def _diagnosis(
+    name: str, program: _Program, policy: Policy, tolerance: float
+) -> Diagnosis:
+    traced = program.traced
+    paths = parameters.argument_paths(traced.arguments)
+    pairs, lockstep = _lockstep.run(
+        program.plan(policy), HANDLERS, program.consts, traced.arrays
+    )
+    reference = Reference([p.reference for p in pairs], traced.arrays)
+    reference.shaken(program.reference)
+    errors = reference.errors([p.value for p in pairs])
+    rows = [p.row for p in pairs]
+    del pairs
+    findings, gradients = findings_of(lockstep, paths)
+    harmed: dict[int, float] = {}
+    for row, error in zip(rows, errors, strict=True):
+        if row >= 0:
+            harmed[row] = max(harmed.get(row, 0.0), _as_counted(error))
+    names = [path or "result" for path in parameters.result_paths(traced.results)]
+    spoilt = [r for r, bad in zip(rows, reference.is_spoilt, strict=True) if bad]
+    return Diagnosis(
+        name=name,
+        diagnosed=policy,
+        equations=[f for f in blame(findings, harmed) if f.counts],
+        results=dict(zip(names, errors, strict=True)),
+        noise=[n for n, bad in zip(names, reference.is_noise, strict=True) if bad],
+        tolerance=tolerance,
+        spoilt=_first_spoilt(findings, spoilt),
+        is_spoilt=bool(spoilt),
+        gradients=gradients,
+        loss_scale=_loss_scale(traced.arguments),
+        in_order=findings,
+        paths=paths,
+        run=lambda other: max(reference.errors(program.rewritten(other)), default=0.0),
+    )
+
+
+def _as_counted(error: float) -> float:
+    """Returns an error as `Counts` has it."""
+    return min(error, 1.0) + (0.0 if math.isfinite(error) else SPOILT)
+
+
+def _first_spoilt(
+    findings: Sequence[Finding], results: Sequence[int]
+) -> Finding | None:
+    """Returns where the reference's own Inf or NaN in some results come from."""
+
+    def is_spoilt(index: int) -> bool:
+        counts = findings[index].counts
+        return counts is not None and counts.nonfinite_before > 0
+
+    stack = [r for r in results if is_spoilt(r)]
+    seen = set(stack)
+    while stack:
+        for source in findings[stack.pop()].reads:
+            if source not in seen and is_spoilt(source):
+                seen.add(source)
+                stack.append(source)
+    return findings[min(seen)] if seen else None
+
+
+def _loss_scale(arguments: Any) -> float | None:
+    """Returns the loss scale that the arguments hold, if there is one."""
+    states = find_states(arguments)
+    return float(states[0][1].loss_scale) if len(states) == 1 else None

@@ -1,0 +1,203 @@
+"""`Diagnosis`: what `diagnose` found, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_rewrite._diagnose import html, text
+from jmp_rewrite._diagnose import plot as _diagnosis_plot
+from jmp_rewrite._diagnose.blame import Finding
+from jmp_rewrite._diagnose.candidates import Override, candidates, with_overrides
+from jmp_rewrite._diagnose.distance import LOWEST
+from jmp_rewrite._diagnose.sentences import sentence
+from jmp_rewrite._diagnose.smallest import smallest
+from jmp_rewrite._policy import Policy
+from jmp_rewrite._rules.table import RULES
+
+# A share of the gradients' values that is worth scaling the loss for.
+_UNDERFLOWS = 0.05
+# float16's smallest number above zero, and the largest scale of `loss_scaling`, as
+# powers of two.
+_SMALLEST, _LARGEST_SCALE = -24, 24
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Diagnosis:
+    """What half precision does to a program, equation by equation.
+
+    `print` shows it, a notebook shows a table, and `plot` draws it.
+
+    Attributes:
+      name: the function's.
+      diagnosed: the policy under which it ran.
+      equations: a `Finding` for each equation in which the two programs can differ, the
+        worst first. Its attributes are among others `line` (with `file` and `number`),
+        `scope`, `primitive`, `backward`, `error` (against the reference),
+        `introduced` (against the same equation in float32 on its own operands),
+        `overflowed`, `underflowed` and `nonfinite` (how many values), `iteration` (of
+        the loops around, in which most error appeared, innermost first) and `blame`.
+      results: path of a result -> its error: the norm of the difference over the norm
+        of the reference. A result that is an argument with a small change, as new
+        parameters are, is judged by the change. Inf where something is Inf or NaN that
+        should not be.
+      noise: paths of results that are rounding noise in float32 already; their error is
+        0.
+      tolerance: the error that is fine.
+      spoilt: the first equation of the reference itself that makes an Inf or NaN which
+        reaches a result; None if there is none, or nobody knows where.
+      is_spoilt: whether the reference itself returns Inf or NaN.
+      gradients: f32[80], how many values of the products of the backward pass have a
+        magnitude of 2**-60, 2**-59 and so on; a sample of large arrays.
+      loss_scale: the loss scale among the arguments; None if there is none.
+      in_order: all findings in program order, those without a difference too.
+      paths: for each parameter its path; None for optimizer state.
+      run: policy -> the largest error of a result when the program runs under it.
+      tried: the policies that were run on the way to `policy`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_rewrite import diagnose
+      >>> x = jnp.full((8, 8), 20.0)
+      >>> diagnosis = diagnose(lambda x: jnp.square(x @ x) @ x, "mixed_float16")(x)
+      >>> diagnosis.worst.primitive, diagnosis.error > diagnosis.tolerance
+      ('square', True)
+    """
+
+    name: str
+    diagnosed: Policy
+    equations: list[Finding]
+    results: Mapping[str, float]
+    noise: Sequence[str]
+    tolerance: float
+    spoilt: Finding | None
+    is_spoilt: bool
+    gradients: np.ndarray
+    loss_scale: float | None
+    in_order: list[Finding]
+    paths: Sequence[str | None]
+    run: Callable[[Policy], float]
+    tried: list[Policy] = dataclasses.field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        """The largest error of a result."""
+        return max(self.results.values(), default=0.0)
+
+    @property
+    def worst(self) -> Finding | None:
+        """The equation that is most to blame; None if no result has an error."""
+        first = self.equations[0] if self.equations else None
+        return first if first is not None and first.blame > 0 else None
+
+    @property
+    def first_nonfinite(self) -> Finding | None:
+        """The first equation with an Inf or NaN that the reference has not got."""
+        spoilt = [f for f in self.in_order if f.nonfinite]
+        return spoilt[0] if spoilt else None
+
+    @functools.cached_property
+    def policy(self) -> Policy | None:
+        """The policy with a smallest set of overrides that meets the tolerance.
+
+        Without any of the overrides that it adds it would not. It is found by running
+        the program again, a few times where one layer is to blame, and what is returned
+        has been run: `policy_error` is its error. None if no overrides help, because
+        the program casts to half itself; the policy that was diagnosed if that one
+        meets the tolerance.
+        """
+        if self.error <= self.tolerance:
+            return self.diagnosed
+        ranked = candidates(self.in_order, self.equations, self.paths, RULES)
+        found = smallest(ranked, self._is_enough)
+        return None if found is None else with_overrides(self.diagnosed, found)
+
+    @property
+    def policy_error(self) -> float:
+        """The largest error of a result under `policy`."""
+        if self.policy is None or self.policy == self.diagnosed:
+            return self.error
+        return self.run(self.policy)
+
+    def _is_enough(self, overrides: list[Override]) -> bool:
+        if not overrides:
+            return self.error <= self.tolerance
+        policy = with_overrides(self.diagnosed, overrides)
+        self.tried.append(policy)
+        return self.run(policy) <= self.tolerance
+
+    @property
+    def advice(self) -> list[str]:
+        """What else there is to say, a sentence each."""
+        advice = [self.about_reference, self._about_gradients()]
+        if not any(f.is_half for f in self.in_order):
+            advice.append("nothing runs in half precision under this policy")
+        if self.noise:
+            advice.append(
+                f"{len(self.noise)} results are rounding noise in float32 already and "
+                f"are not judged: {_some(self.noise)}"
+            )
+        return [a for a in advice if a]
+
+    @property
+    def about_reference(self) -> str:
+        """Says where the program is Inf or NaN in float32 too; "" if it is not."""
+        if not self.is_spoilt:
+            return ""
+        where = f", from {self.spoilt.line} on" if self.spoilt else ""
+        return f"in float32 as well results are Inf or NaN{where}: no policy mends that"
+
+    def _about_gradients(self) -> str:
+        """Says whether the loss wants another scale."""
+        powers = np.flatnonzero(self.gradients) + LOWEST
+        if self.diagnosed.compute_dtype != np.float16 or not len(powers):
+            return ""
+        largest = int(powers[-1])
+        lost = self.gradients[: _SMALLEST - LOWEST].sum() / self.gradients.sum()
+        scaled = self.loss_scale not in (None, 1.0)
+        if lost >= _UNDERFLOWS and not scaled:
+            fits = min(14 - largest, _LARGEST_SCALE)
+            return (
+                f"{lost:.0%} of the gradients vanish in float16: scale the loss with "
+                f"jmpr.scale_loss, by up to 2**{fits}"
+            )
+        if scaled and self.worst and self.worst.backward and self.worst.nonfinite:
+            return (
+                f"gradients overflow at the loss scale {self.loss_scale:g}: a dynamic "
+                "scale skips such a step and halves itself"
+            )
+        return ""
+
+    def why(self, finding: Finding) -> str:
+        """Returns what happened at one of `equations`, as a sentence."""
+        return sentence(finding, self.in_order)
+
+    def plot(self) -> Any:
+        """Draws the error by depth, and the magnitudes of the gradients.
+
+        Returns:
+          A Matplotlib figure: `diagnosis.plot().savefig("diagnosis.png")`.
+
+        Raises:
+          ModuleNotFoundError: if Matplotlib is not installed.
+        """
+        return _diagnosis_plot.figure(self)
+
+    def __str__(self) -> str:
+        return text.text(self)
+
+    def __repr__(self) -> str:
+        worst = self.worst.line if self.worst else None
+        return f"<Diagnosis of {self.name}: error {self.error:.2g}, worst {worst}>"
+
+    def _repr_html_(self) -> str:
+        return html.html(self)
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,82 @@
+"""What is said of a finding: one sentence that a reader can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ml_dtypes
+import numpy as np
+
+from jmp_rewrite._diagnose.blame import Finding
+from jmp_rewrite._diagnose.counts import SPOILT, Counts
+
+# A share of lost values, or an error, that is worth a word.
+_MANY = 0.01
+# An error that is so many times what came in is an amplified one.
+_AMPLIFIED = 4.0
+
+
+def sentence(finding: Finding, findings: Sequence[Finding]) -> str:
+    """Returns what happened at one equation.
+
+    Args:
+      finding: the finding.
+      findings: all, in program order.
+    """
+    counts = finding.counts
+    if counts is None:
+        return "both programs compute the same"
+    if finding.kind == "branches":
+        return "the programs took different branches, or left the loop at other times"
+    what = subject(finding)
+    if finding.overflowed:
+        return f"{what}: {_overflow(finding, counts)}"
+    if counts.underflowed >= _MANY * counts.size:
+        lost = _of(counts.underflowed, counts)
+        return f"{what}: {lost} vanish, {finding.dtype} begins at {_least(finding)}"
+    came_in = max((findings[i].error for i in finding.reads), default=0.0)
+    if counts.nonfinite:
+        made = "hands Inf or NaN on" if came_in >= SPOILT else "becomes Inf or NaN"
+        return f"{what}: {_of(counts.nonfinite, counts)}: {made}"
+    if counts.introduced >= max(_MANY, counts.error / 2):
+        return f"{what}: off by {counts.introduced:.1%} in {finding.dtype}"
+    if finding.blame > 2 * counts.appeared:
+        return f"{what}: step by step its error grows to {finding.error:.1%}"
+    if finding.error > _AMPLIFIED * came_in > 0:
+        times = finding.error / came_in
+        source = _worst_operand(finding, findings)
+        return f"{what}: makes the error of {source} {times:.0f} times as large"
+    if finding.is_half:
+        return f"{what}: rounded to {finding.dtype}, off by {counts.introduced:.2%}"
+    return f"{what}: hands an error of {finding.error:.2%} on"
+
+
+def subject(finding: Finding) -> str:
+    """Returns what a finding is about: an equation, or a cast of its result."""
+    if finding.kind != "cast":
+        return finding.primitive
+    if finding.reader_line == finding.line:
+        return f"{finding.primitive}, rounded for {finding.reader}"
+    return f"{finding.primitive}, rounded for {finding.reader} at {finding.reader_line}"
+
+
+def _overflow(finding: Finding, counts: Counts) -> str:
+    lost = _of(counts.overflowed, counts)
+    ends = float(ml_dtypes.finfo(np.dtype(finding.dtype)).max)
+    return (
+        f"{lost} overflow, {finding.dtype} ends at {ends:.6g} "
+        f"and they go up to {counts.largest:.3g}"
+    )
+
+
+def _of(count: float, counts: Counts) -> str:
+    return f"{round(count):,} of {round(counts.size):,} values"
+
+
+def _least(finding: Finding) -> str:
+    return f"{float(ml_dtypes.finfo(np.dtype(finding.dtype)).smallest_subnormal):.2g}"
+
+
+def _worst_operand(finding: Finding, findings: Sequence[Finding]) -> str:
+    worst = findings[max(finding.reads, key=lambda i: findings[i].error)]
+    return f"{worst.primitive} at {worst.line}" if worst.line.file else worst.primitive

@@ -1,0 +1,1 @@
+"""Makes the program with explicit casts."""

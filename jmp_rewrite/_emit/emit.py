@@ -1,0 +1,649 @@
+"""Emits equations according to a plan, casts at the boundaries; judges nothing.
+
+The interpreter is JAX's own twenty lines (`jax.core.eval_jaxpr`) with a cell instead of
+a value for each variable: what was computed, and its cast copies once somebody asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jmp_rewrite import _compat
+from jmp_rewrite._emit.casts import after_cast, narrow, scalar
+from jmp_rewrite._emit.demand import AS_HALF, Demand
+from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
+from jmp_rewrite._passes import cpu_products, on_device
+from jmp_rewrite._passes.again import is_backward
+from jmp_rewrite._passes.attention import FeatureSum
+from jmp_rewrite._passes.on_device import GPU, TPU_V5E
+from jmp_rewrite._passes.parts import Joined, Summed, Taken
+from jmp_rewrite._passes.unstacked import Chain, Rest
+from jmp_rewrite._precision.decide import Action, Plan
+from jmp_rewrite._rules.table import Category
+
+
+class Cell:
+    """A variable's value: as it was computed, and its cast copies.
+
+    Attributes:
+      value: the array, in float32, half, or any other dtype.
+      saturate: whether rounding it must not make an infinity of a finite number.
+      half: its rounded copy, if somebody asked for it.
+      full: its copy cast back to float32, if somebody asked for it.
+      exact: the float32 value that it was rounded from, computed a second time, if GPUs
+        read that.
+      unrounded: the float32 value that it was rounded from, if it was rounded where it
+        was computed.
+      exact_in: the passes in which CPUs read that, as `is_backward` tells them.
+      on_cpu: the cell that these read.
+      origin: what computed it, if a backward pass computes it again.
+      again: its float32 value, computed again.
+      apart: its value behind a barrier, from which others are computed again.
+      backward: (whether in half) -> the cell that a backward pass reads.
+      quotient: (quotient, divisor), if a backward pass computes it again from these.
+      base: the stack that it is computed again from, slice by slice; it has no value.
+    """
+
+    __slots__ = (
+        "again",
+        "apart",
+        "backward",
+        "base",
+        "exact",
+        "exact_in",
+        "full",
+        "half",
+        "on_cpu",
+        "origin",
+        "quotient",
+        "saturate",
+        "unrounded",
+        "value",
+    )
+
+    def __init__(self, value: Any, saturate: bool = False, half: Any = None) -> None:
+        self.value = value
+        self.saturate = saturate
+        self.half = half
+        self.exact: Any = None
+        self.unrounded: Any = None
+        self.exact_in: tuple[bool, ...] = ()
+        self.on_cpu: Cell | None = None
+        self.full: Any = None
+        self.origin: Origin | None = None
+        self.again: Any = None
+        self.apart: Cell | None = None
+        self.backward: dict[bool, Cell] = {}
+        self.quotient: tuple[Cell, Cell] | None = None
+        self.base: Cell | None = None
+
+
+class Origin(NamedTuple):
+    """What computed a value.
+
+    Attributes:
+      action: how it was emitted.
+      eqn: the equation.
+      operands: the cells of its operands.
+    """
+
+    action: int
+    eqn: Any
+    operands: dict[Any, Cell]
+
+
+# A body of which nothing is left out.
+WHOLE = Rest()
+
+# Emits an equation that holds jaxprs, from its operands' cells.
+Handler = Callable[["Emitter", Any, Inner, list[Cell]], list[Cell]]
+
+
+class Emitter:
+    """Emits the uses of jaxprs of one plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        handlers: Mapping[str, Handler],
+        emit_program: Callable[[Plan, Sequence[Any], Sequence[Any]], list[Any]],
+    ) -> None:
+        self.plan = plan
+        self.emit_program = emit_program
+        self._handlers = handlers
+        self.demand = Demand(plan)
+        self._jaxprs: dict[Any, Any] = {}
+        self._keys: dict[Instance, int] = {}
+        self._numbers: dict[Any, int] = {}
+
+    # ---- values
+
+    def read_full(self, cell: Cell, aval: Any) -> Any:
+        """Returns a value in the dtype that it has in the original program."""
+        if getattr(cell.value, "dtype", None) != self.plan.half:
+            return cell.value
+        if getattr(aval, "dtype", None) != FLOAT32:
+            return cell.value
+        if cell.full is None:
+            cell.full = _compat.convert(cell.value, FLOAT32)
+            if cell.exact is not None:
+                cell.full = on_device.restore(cell.full, cell.exact, (GPU,))
+        return cell.full
+
+    def read_half(self, cell: Cell) -> Any:
+        """Returns a float32 value of the program in half."""
+        if cell.value.dtype == self.plan.half:
+            return cell.value
+        if cell.half is not None:
+            return cell.half
+        half = self._narrow(cell.value, cell.saturate)
+        if self.plan.shared:
+            cell.half = half
+        return half
+
+    def _narrow(self, x: Any, saturate: bool) -> Any:
+        return narrow(x, self.plan.half, saturate)
+
+    # ---- one jaxpr
+
+    def evaluate(self, instance: Instance, cells: Sequence[Cell]) -> list[Cell]:
+        """Emits the equations of one use of a jaxpr; returns its results."""
+        return self._evaluate(instance, cells, WHOLE)
+
+    def _evaluate(
+        self, instance: Instance, cells: Sequence[Cell], rest: Rest
+    ) -> list[Cell]:
+        """Emits what is left of it, and returns what is stacked at the end."""
+        body = _compat.open_jaxpr(instance.jaxpr)
+        env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
+        own = [i for i in enumerate(body.eqns) if i[0] not in rest.sums.equations]
+        self.equations(instance, own, env)
+        outvars = (*rest.kept(body.outvars), *rest.sums.stacks)
+        return [cell_of(env, v) for v in outvars]
+
+    def equations(
+        self, instance: Instance, eqns: Iterable[tuple[int, Any]], env: dict[Any, Cell]
+    ) -> None:
+        """Emits equations of one use of a jaxpr, given with their indices in there."""
+        outer = _compat.current_name_stack()
+        for index, eqn in eqns:
+            with _compat.user_context(eqn, outer), eqn.ctx.manager:
+                outs = self._equation(instance, index, eqn, env)
+            env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _equation(
+        self, instance: Instance, index: int, eqn: Any, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        inner = instance.inner.get(index)
+        if inner is not None:
+            cells = [cell_of(env, v) for v in eqn.invars]
+            if not any(self.demand.touched(b) for b in inner.bodies):
+                if not self._joints_are_half(inner):
+                    return self._as_it_was(eqn, env)
+            return self._handlers[inner.kind](self, eqn, inner, cells)
+        entry = instance.nodes[index]
+        if isinstance(entry, tuple):
+            return self._lanes(eqn, entry, env)
+        action = Action.FULL if entry is None else self.plan.actions[entry]
+        if index in instance.instead:
+            operand, instead = instance.instead[index]
+            env = {operand: env[instead]}
+        if index in instance.partial:
+            eqn, env = _of_partial(eqn, instance.partial[index], env)
+        parts = self._parts(instance, index, env)
+        if isinstance(parts, (Joined, Taken)):
+            return self._apart(parts, action, env)
+        reads = env if entry is None else self._reads(entry, action, eqn, env)
+        cells = self._emit(entry, action, eqn, reads)
+        if isinstance(parts, Summed) and not action & Action.HALF:
+            (sums,) = self._apart(parts, action, env)
+            cells = [Cell(on_device.restore(cells[0].value, sums.value, ("tpu",)))]
+        if index in self.plan.feature_sums.get(instance, ()):
+            how = self.plan.feature_sums[instance][index]
+            cells = [self._over_features(cells[0], how, env)]
+        if action & Action.WAITS:
+            cells = [Cell(on_device.written(c.value), c.saturate) for c in cells]
+        if action & (Action.CHAIN | Action.ANCHOR):
+            cells[0].origin = Origin(action, eqn, _operands(eqn, env))
+        if action & Action.DIVIDES:
+            numerator, divisor = eqn.invars
+            by = Cell(self.read_full(env[divisor], divisor.aval))
+            env[numerator].quotient = (cells[0], by)
+        return cells
+
+    def _emit(
+        self, entry: int | None, action: int, eqn: Any, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        """Emits an equation of its own."""
+        if action & Action.SETTLES:
+            (var,) = eqn.invars
+            env[var].full = on_device.settled(self.read_full(env[var], var.aval))
+        if action & Action.STARTS_LATE:
+            into, index, of = eqn.invars
+            zeros, terms = on_device.filled_late(env[into].value, env[of].value)
+            env = {into: Cell(zeros), index: cell_of(env, index), of: Cell(terms)}
+        if entry is None or not action & Action.HALF:
+            return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
+        is_product = self.plan.pins.categories[entry] is Category.ALLOW
+        if is_product and "preferred_element_type" in eqn.params:
+            return self._product(entry, eqn, action, env)
+        if action & Action.WIDE:
+            return self._wide(entry, eqn, action, env)
+        if (
+            eqn.primitive.name == "sharding_constraint"
+            and entry in self.plan.pins.moved
+        ):
+            return self._constraint(eqn, action, env)
+        literals = self.plan.graph.nodes[entry].literals
+        return self._native(eqn, action, env, literals)
+
+    def _parts(
+        self, instance: Instance, index: int, env: dict[Any, Cell]
+    ) -> Joined | Summed | Taken | None:
+        """Returns how an equation's results are taken apart or joined, if they are."""
+        parts = self.plan.parts.get(instance, {}).get(index)
+        if parts is None or any(v not in env for v in parts.variables):
+            return None  # it stands behind a loop
+        values = [env[v].value for v in parts.variables]
+        laid_out = any(_compat.lays_out(jax.typeof(x).sharding) for x in values)
+        return None if laid_out else parts
+
+    def _apart(
+        self, parts: Joined | Summed | Taken, action: int, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        """Returns parts of an array, or what is put together of some."""
+        cells = [(env[v], v.aval) for v in parts.variables]
+        if action & Action.HALF:
+            values = [self.read_half(c) for c, _ in cells]
+        else:
+            values = [self.read_full(c, aval) for c, aval in cells]
+        saturate = any(c.saturate for c, _ in cells)
+        return [Cell(x, saturate) for x in parts.emit(values)]
+
+    def _over_features(self, cell: Cell, how: FeatureSum, env: dict[Any, Cell]) -> Cell:
+        """Returns a sum as a TPU takes it."""
+        read = {how.cotangent, how.output, *how.factors}
+        if cell.value.dtype != FLOAT32 or not read <= env.keys():
+            return cell  # behind a loop
+        do, o = (self.read_half(env[v]) for v in (how.cotangent, how.output))
+        factors = [self.read_full(env[v], v.aval) for v in how.factors]
+        return Cell(on_device.feature_sum(cell.value, do, o, factors, how.layout))
+
+    def _as_it_was(
+        self, eqn: Any, env: dict[Any, Cell], saturate: bool = False
+    ) -> list[Cell]:
+        values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
+        return [Cell(x, saturate) for x in _compat.bind(eqn, values, eqn.params)]
+
+    def _product(
+        self, entry: int, eqn: Any, action: int, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        """Emits a product of half operands, accumulated in float32."""
+        values = self._half_operands(eqn, env, {})
+        dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
+        params = dict(eqn.params, preferred_element_type=dtype)
+        if action & Action.EMITS_FULL and eqn.primitive.name == "conv_general_dilated":
+            return [Cell(x) for x in cpu_products.full_convolution(eqn, values, params)]
+        is_bfloat16 = self.plan.half != np.float16
+        if action & Action.EMITS_FULL and is_bfloat16 and len(values) == 2:
+            on_gpu = bool(action & Action.HALF_ON_GPU)
+            swapped = on_gpu and self._is_read_transposed(entry)
+            outs = cpu_products.shielded_product(eqn, values, params, on_gpu, swapped)
+            return [Cell(x) for x in outs]
+        if self.plan.pins.whole_step:
+            return [Cell(x) for x in cpu_products.half_product(eqn, values, params)]
+        return [Cell(x) for x in _compat.bind(eqn, values, params)]
+
+    def _is_read_transposed(self, entry: int) -> bool:
+        """Tells a product that is transposed for its one reader, operand by operand.
+
+        So the gradient of `w` in `x @ w` is, if JAX made it.
+        """
+        nodes, readers = self.plan.graph.nodes, self.plan.graph.consumers()
+        eqn = nodes[entry].eqn
+        if eqn.primitive.name != "dot_general":
+            return False
+        (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
+        order = tuple(range(eqn.outvars[0].aval.ndim))
+        while len(readers[entry]) == 1:
+            (entry,) = readers[entry]
+            if nodes[entry].name != "transpose":
+                break
+            order = tuple(order[d] for d in nodes[entry].eqn.params["permutation"])
+        rows = eqn.invars[0].aval.ndim - len(contracting) - len(batch)
+        swapped = (*range(rows, len(order)), *range(rows))
+        return not batch and order == swapped != tuple(range(len(order)))
+
+    def _wide(
+        self, entry: int, eqn: Any, action: int, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        """Emits in float32 and rounds the results once."""
+        saturates = bool(action & Action.SATURATES)
+        cells = []
+        for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT)):
+            if cell.value.dtype == FLOAT32:
+                exact = cell.value
+                half = self._narrow(exact, saturates or cell.saturate)
+                if action & Action.HELD:
+                    half = on_device.hold(half)
+                cell = Cell(half, cell.saturate)
+                cell.unrounded = exact
+                if action & Action.EXACT_ON_CPU:
+                    late = is_backward(self.plan.graph.nodes[entry])
+                    cell.exact_in = (False, True) if late else (False,)
+                if action & Action.EXACT_ON_GPU:  # computed again, so not stored
+                    (again,) = self._as_it_was(eqn, env)
+                    cell.exact = again.value
+            cells.append(cell)
+        return cells
+
+    def _native(
+        self, eqn: Any, action: int, env: dict[Any, Cell], literals: dict[int, Any]
+    ) -> list[Cell]:
+        """Emits on half operands, with half results."""
+        saturate = bool(action & Action.ARGUMENT)
+        values = self._half_operands(eqn, env, literals)
+        if eqn.primitive.name == "convert_element_type":
+            target = eqn.params["new_dtype"]
+            dtype = self.plan.half if target == FLOAT32 else target
+            (x,) = values
+            return [
+                Cell(x if x.dtype == dtype else _compat.convert(x, dtype), saturate)
+            ]
+        if eqn.primitive.name == "scatter-add":
+            outs = _compat.scatter_into_zeros(eqn, values)
+        else:
+            outs = _compat.bind(eqn, values, eqn.params)
+        return [Cell(x, saturate) for x in outs]
+
+    def _constraint(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
+        """Emits where a weight is to lie, after its cast."""
+        (x,) = self._half_operands(eqn, env, {})
+        outs = _compat.bind(eqn, [after_cast(x, eqn.params["sharding"])], eqn.params)
+        return [Cell(x, bool(action & Action.ARGUMENT)) for x in outs]
+
+    def _half_operands(
+        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
+    ) -> list[Any]:
+        values = []
+        for position, atom in enumerate(eqn.invars):
+            if atom.aval.dtype != FLOAT32:
+                values.append(cell_of(env, atom).value)
+            elif position in literals and not atom.aval.shape:
+                values.append(scalar(float(literals[position]), self.plan.half))
+            else:
+                values.append(self.read_half(cell_of(env, atom)))
+        return values
+
+    def _lanes(
+        self, eqn: Any, entry: tuple[int | None, ...], env: dict[Any, Cell]
+    ) -> list[Cell]:
+        """Emits an equation whose operands have a precision each."""
+        cells = [cell_of(env, v) for v in eqn.invars]
+        halves = [
+            n is not None and bool(self.plan.actions[n] & Action.HALF) for n in entry
+        ]
+        values = [
+            self.read_half(c) if is_half else self.read_full(c, v.aval)
+            for c, v, is_half in zip(cells, eqn.invars, halves, strict=True)
+        ]
+        outs = _compat.bind(eqn, values, eqn.params)
+        return [Cell(x, c.saturate) for x, c in zip(outs, cells, strict=True)]
+
+    # ---- what is stored and what is read in its place
+
+    def _reads(
+        self, entry: int, action: int, eqn: Any, env: dict[Any, Cell]
+    ) -> dict[Any, Cell]:
+        """Returns the operands of an equation as its pass reads them."""
+        late = is_backward(self.plan.graph.nodes[entry])
+        in_half = bool(action & Action.HALF) and not action & Action.WIDE
+        operands = _operands(eqn, env)
+        for var, cell in operands.items():
+            if late and self.plan.computes_again:
+                cell = self._read_again(cell, var.aval, in_half)
+            if late in cell.exact_in and not in_half:
+                cell = self._read_on_cpu(cell, var.aval)
+            operands[var] = cell
+        return operands
+
+    def _read_on_cpu(self, cell: Cell, aval: Any) -> Cell:
+        """Returns what is read in float32 in the pass in which it was computed.
+
+        A CPU is short of digits before it is short of memory: what was rounded to be
+        stored is read as it was before, as long as it is there. Where a program is
+        written in half by hand, XLA:CPU leaves such roundings out itself.
+        """
+        if cell.on_cpu is None:
+            stored = self.read_full(cell, aval)
+            cell.on_cpu = Cell(on_device.unrounded(stored, cell.unrounded))
+        return cell.on_cpu
+
+    def _read_again(self, cell: Cell, aval: Any, in_half: bool) -> Cell:
+        """Returns the cell that a backward pass reads: what is computed again, if so.
+
+        On other devices than those that are meant it reads what was stored.
+        """
+        if cell.quotient is not None and not in_half:
+            return self._multiplied(cell)
+        if cell.origin is not None:
+            return self._backward(cell, aval, in_half)
+        return cell
+
+    def _backward(self, cell: Cell, aval: Any, in_half: bool) -> Cell:
+        """Returns the cell that a backward pass reads, in half or in float32."""
+        action = cell.origin.action if cell.origin else Action.FULL
+        # GPUs store the operands of products.
+        on_gpu = action & Action.AGAIN_ON_GPU and not in_half
+        on_v5e = action & Action.AGAIN_ON_V5E
+        devices = (*((GPU,) if on_gpu else ()), *((TPU_V5E,) if on_v5e else ()))
+        if not devices:
+            return cell
+        if in_half not in cell.backward:
+            again = self._computed_again(cell)
+            if in_half:
+                stored = self.read_half(cell)
+                again = self._narrow(again, cell.saturate)
+            else:
+                stored = self.read_full(cell, aval)
+            value = on_device.restore(stored, again, devices)
+            cell.backward[in_half] = Cell(value, cell.saturate)
+        return cell.backward[in_half]
+
+    def _multiplied(self, cell: Cell) -> Cell:
+        """Returns what a backward pass reads of what was divided: on GPUs a product."""
+        if cell.quotient is not None and not cell.backward:
+            quotient, divisor = cell.quotient
+            half = on_device.apart(self.read_half(quotient))
+            again = jax.lax.mul(_compat.convert(half, FLOAT32), divisor.value)
+            stored = _compat.convert(cell.value, FLOAT32)
+            cell.backward[False] = Cell(on_device.restore(stored, again, (GPU,)))
+        return cell.backward[False]
+
+    def _computed_again(self, cell: Cell) -> Any:
+        """Computes a value again, in float32, from what is stored."""
+        if cell.again is None and cell.origin is not None:
+            _, eqn, env = cell.origin
+            operands = {v: self._before(c) for v, c in env.items()}
+            with eqn.ctx.manager:
+                cell.again = self._as_it_was(eqn, operands)[0].value
+        return cell.again
+
+    def _before(self, cell: Cell) -> Cell:
+        """Returns an operand of what is computed again."""
+        action = cell.origin.action if cell.origin else Action.FULL
+        if action & Action.ANCHOR:
+            if cell.apart is None:
+                cell.apart = Cell(on_device.apart(cell.value))
+            return cell.apart
+        if action & Action.CHAIN:
+            return Cell(self._computed_again(cell))
+        return cell
+
+    def computed(self, chain: Chain, base: Cell) -> Any:
+        """Computes what is not stacked from a slice of a stack, in float32."""
+        env = {chain.source: Cell(self.read_full(base, chain.source.aval))}
+        outer = _compat.current_name_stack()
+        for eqn in chain.equations:
+            with _compat.user_context(eqn, outer), eqn.ctx.manager:
+                values = [cell_of(env, v).value for v in eqn.invars]
+                (value,) = _compat.bind(eqn, values, eqn.params)
+            env[eqn.outvars[0]] = Cell(value)
+        return env[chain.target].value
+
+    # ---- jaxprs inside
+
+    def _joints_are_half(self, inner: Inner) -> bool:
+        return any(self.joint_dtype(n) == self.plan.half for n in inner.joints)
+
+    def joint_dtype(self, node: int | None) -> np.dtype | None:
+        """Returns the dtype of a carry or a join; None where it is no float32."""
+        if node is None:
+            return None
+        is_half = self.plan.actions[node] & Action.HALF
+        return self.plan.half if is_half else FLOAT32
+
+    def to_joint(self, cell: Cell, node: int | None, aval: Any) -> Any:
+        if self.joint_dtype(node) == self.plan.half:
+            return self.read_half(cell)
+        return self.read_full(cell, aval)
+
+    def passed(self, cell: Cell, demand: int) -> Any:
+        """Returns what is passed to a body: the value, or its half copy.
+
+        A value that is only read in half inside is cast outside, once for all bodies
+        and iterations, unless gradients of those reads have yet to be added up.
+        """
+        if demand == AS_HALF and self.plan.shared:
+            return self.read_half(cell)
+        return cell.value
+
+    def body(
+        self,
+        instance: Instance,
+        values: Sequence[Any],
+        avals: Sequence[Any],
+        saturate: Sequence[bool],
+        joints: Sequence[int | None] | None = None,
+        halves: Sequence[tuple[int, Any]] = (),
+        rest: Rest = WHOLE,
+    ) -> Any:
+        """Returns the rewritten jaxpr of one use.
+
+        Args:
+          instance: the use.
+          values: what is passed, for its dtypes; None for what is not passed.
+          avals: the types of the body's parameters in the original program.
+          saturate: which parameters saturate when they are rounded.
+          joints: the carries, stacks or joins that the results have to agree with;
+            None for a result that is no float32, or that nothing is to agree with.
+          halves: (parameter, type) of half copies that are passed in front.
+          rest: what is left of it; what is stacked for products behind the loop is
+            returned at the end, in half.
+        """
+        dtypes = tuple(getattr(v, "dtype", None) for v in values)
+        positions = tuple(p for p, _ in halves)
+        out = None if joints is None else tuple(map(self.joint_dtype, joints))
+        passed = tuple(i for i, v in enumerate(values) if v is not None)
+        saturates = tuple(saturate)
+        key = (self._key(instance), dtypes, saturates, out, positions, rest.key)
+        if key not in self._jaxprs:
+            types = [h for _, h in halves]
+            types += [_retyped(avals[i], dtypes[i]) for i in passed]
+            fun = self._body_function(
+                instance, saturate, joints, positions, passed, rest
+            )
+            self._jaxprs[key] = jax.make_jaxpr(fun)(*types)
+        return self._jaxprs[key]
+
+    def _body_function(
+        self,
+        instance: Instance,
+        saturate: Sequence[bool],
+        joints: Sequence[int | None] | None,
+        positions: Sequence[int],
+        passed: Sequence[int],
+        rest: Rest,
+    ) -> Callable[..., list[Any]]:
+        outvars = rest.kept(_compat.open_jaxpr(instance.jaxpr).outvars)
+
+        def body(*values: Any) -> list[Any]:
+            halves = dict(zip(positions, values[: len(positions)], strict=True))
+            consts = [Cell(c) for c in _compat.constants(instance.jaxpr)]
+            given = dict(zip(passed, values[len(positions) :], strict=True))
+            cells = [
+                Cell(given.get(i), s, halves.get(i)) for i, s in enumerate(saturate)
+            ]
+            slices = {c.base: cells[c.base] for c in rest.computed.values()}
+            for i, chain in rest.computed.items():
+                cells[i] = Cell(self.computed(chain, slices[chain.base]))
+            results = self._evaluate(instance, consts + cells, rest)
+            if joints is None:
+                return [c.value for c in results]
+            count = len(outvars)
+            returned = [
+                c.value if node is None else self.to_joint(c, node, v.aval)
+                for c, node, v in zip(results[:count], joints, outvars, strict=True)
+            ]
+            return returned + [self.read_half(c) for c in results[count:]]
+
+        return body
+
+    def _key(self, instance: Instance) -> int:
+        """Two uses of a jaxpr with equal keys are emitted once."""
+        if instance not in self._keys:
+            actions = tuple(
+                tuple(self._entry(n) for n in e)
+                if isinstance(e, tuple)
+                else self._entry(e)
+                for e in instance.nodes
+            )
+            inner = tuple(
+                (
+                    tuple(self._key(b) for b in i.bodies),
+                    tuple(map(self.joint_dtype, i.joints)),
+                )
+                for i in instance.inner.values()
+            )
+            instead = tuple(instance.instead.items())
+            over = tuple(self.plan.feature_sums.get(instance, ()))
+            parts = tuple(self.plan.parts.get(instance, ()))
+            key = (id(instance.jaxpr), actions, inner, instead, over, parts)
+            # Numbers nest where tuples would be hashed to their full depth each time.
+            self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
+        return self._keys[instance]
+
+    def _entry(self, node: int | None) -> int:
+        return -1 if node is None else int(self.plan.actions[node])
+
+
+def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:
+    return Cell(atom.val) if hasattr(atom, "val") else env[atom]
+
+
+def _operands(eqn: Any, env: dict[Any, Cell]) -> dict[Any, Cell]:
+    return {v: env[v] for v in eqn.invars if not hasattr(v, "val")}
+
+
+def _of_partial(
+    eqn: Any, partial: Any, env: dict[Any, Cell]
+) -> tuple[Any, dict[Any, Cell]]:
+    """Returns a sum and what it reads: a partial sum, if that is there unrounded."""
+    (var,) = partial.invars
+    if var not in env:
+        return eqn, env
+    cell = env[var]
+    value = cell.value if cell.unrounded is None else cell.unrounded
+    if getattr(value, "dtype", None) != FLOAT32:
+        return eqn, env
+    return partial, {var: Cell(on_device.kept(value))}
+
+
+def _retyped(aval: Any, dtype: Any) -> Any:
+    if dtype is None or aval.dtype == dtype:
+        return aval
+    return aval.update(dtype=dtype, weak_type=False)

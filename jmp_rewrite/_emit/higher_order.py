@@ -1,0 +1,170 @@
+"""How equations that hold jaxprs are emitted: one function for each kind.
+
+Each is given the emitter, the equation, what it holds, and its operands' cells, and
+returns the cells of its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jmp_rewrite import _compat
+from jmp_rewrite._emit.demand import AS_FULL, AS_HALF
+from jmp_rewrite._emit.derivatives import custom_jvp, custom_vjp, custom_vmap
+from jmp_rewrite._emit.emit import WHOLE, Cell, Emitter, Handler
+from jmp_rewrite._graph.nodes import FLOAT32, Inner
+from jmp_rewrite._passes.emit_sums import behind
+from jmp_rewrite._rules.held import CALLS
+
+# Calls that leave nothing behind but their equations.
+_INLINED = frozenset({"call", "closed_call", "core_call", "eval_jaxpr"})
+
+
+def call(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
+    (body,) = inner.bodies
+    if eqn.primitive.name in _INLINED:
+        consts = [Cell(c) for c in _compat.constants(body.jaxpr)]
+        return e.evaluate(body, consts + cells)
+    demands = e.demand.of(body)
+    invars = _compat.open_jaxpr(body.jaxpr).invars
+    if inner.joins:
+        values = [
+            e.to_joint(c, n, v.aval)
+            for c, n, v in zip(cells, inner.joins, invars, strict=True)
+        ]
+    else:
+        values = [e.passed(c, d) for c, d in zip(cells, demands, strict=True)]
+    closed = e.body(body, values, [v.aval for v in invars], [c.saturate for c in cells])
+    jaxpr = _compat.like(body.jaxpr, closed)
+    params = dict(eqn.params, **{CALLS[eqn.primitive.name][1]: jaxpr})
+    return [Cell(x) for x in _compat.bind(eqn, values, params)]
+
+
+def shard_map(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
+    (body,) = inner.bodies
+    demands = e.demand.of(body)
+    values = [e.passed(c, d) for c, d in zip(cells, demands, strict=True)]
+    saturate = [c.saturate for c in cells]
+
+    def local(*shards: Any) -> list[Any]:
+        inside = [Cell(x, s) for x, s in zip(shards, saturate, strict=True)]
+        return [c.value for c in e.evaluate(body, inside)]
+
+    params = eqn.params
+    mapped = jax.shard_map(
+        local,
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=list(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=params["newly_manual_axes"],
+    )
+    return [Cell(x) for x in mapped(*values)]
+
+
+def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
+    (body,) = inner.bodies
+    demands = e.demand.of(body)
+    rest = e.plan.rests.get(body, WHOLE)
+    num_consts, num_carry = _compat.scan_split(eqn.params)
+    first = num_consts + num_carry
+    avals = [v.aval for v in _compat.open_jaxpr(body.jaxpr).invars]
+    bases = {c.base for c in rest.computed.values()}
+    values: list[Any] = []
+    halves: list[tuple[int, Any]] = []
+    for i, (cell, demand) in enumerate(zip(cells, demands, strict=True)):
+        if i - num_consts in rest.sums.carries:
+            values.append(None)
+            continue
+        if cell.base is not None:  # it is computed again
+            given = rest.computed[i].base == i
+            values.append(cell.base.value if given else None)
+            avals[i] = rest.computed[i].source.aval
+            continue
+        if num_consts <= i < first:
+            node = inner.carry_in[i - num_consts]
+            values.append(e.to_joint(cell, node, avals[i]))
+            continue
+        # Slices are cast inside: a half copy of all layers' weights would live through
+        # the whole step, and to cut a slice out of it is a copy of its own.
+        is_slice = i >= first and (cell.half is None or i in bases)
+        values.append(cell.value if is_slice else e.passed(cell, demand))
+        both = demand == AS_HALF | AS_FULL and e.plan.shared
+        if i < num_consts and both and cell.value.dtype == FLOAT32:
+            halves.append((i, e.read_half(cell)))
+    closed = e.body(
+        body,
+        values,
+        avals,
+        [c.saturate for c in cells],
+        rest.kept([*inner.carry_in, *inner.stacks]),
+        [(i, jax.typeof(x)) for i, x in halves],
+        rest,
+    )
+    params = _compat.scan_params(
+        eqn.params, closed, num_consts + len(halves), num_carry - len(rest.sums.carries)
+    )
+    passed = [*(x for _, x in halves), *(v for v in values if v is not None)]
+    outs = (Cell(x) for x in _compat.bind(eqn, passed, params))
+    count = len(eqn.outvars)
+    results = {i: next(outs) for i in rest.kept(range(count))}
+    if rest.sums.equations:
+        results.update(behind(e, inner, rest.sums, cells, list(outs)))
+    for i, chain in rest.left_out.items():
+        results[i] = Cell(None)
+        results[i].base = results[chain.base]
+    return [results[i] for i in range(count)]
+
+
+def while_(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
+    cond, body = inner.bodies
+    split = eqn.params["cond_nconsts"]
+    first = split + eqn.params["body_nconsts"]
+    avals = [v.aval for v in eqn.outvars]
+    carried = [
+        e.to_joint(c, n, a)
+        for c, n, a in zip(cells[first:], inner.carry_in, avals, strict=True)
+    ]
+    values, jaxprs = [], []
+    for use, own, joints in (
+        (cond, cells[:split], None),
+        (body, cells[split:first], inner.carry_in),
+    ):
+        demands = e.demand.of(use)[: len(own)]
+        passed = [e.passed(c, d) for c, d in zip(own, demands, strict=True)]
+        types = [v.aval for v in _compat.open_jaxpr(use.jaxpr).invars]
+        saturate = [c.saturate for c in own] + [False] * len(carried)
+        jaxprs.append(e.body(use, passed + carried, types, saturate, joints))
+        values += passed
+    params = dict(eqn.params, cond_jaxpr=jaxprs[0], body_jaxpr=jaxprs[1])
+    return [Cell(x) for x in _compat.bind(eqn, values + carried, params)]
+
+
+def cond(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
+    which, operands = cells[0].value, cells[1:]
+    saturate = [c.saturate for c in operands]
+    values = [c.value for c in operands]
+    avals = [v.aval for v in eqn.invars[1:]]
+    branches = tuple(
+        e.body(body, values, avals, saturate, inner.joins) for body in inner.bodies
+    )
+    params = dict(eqn.params, branches=branches)
+    return [Cell(x) for x in _compat.bind(eqn, [which, *values], params)]
+
+
+HANDLERS: Mapping[str, Handler] = MappingProxyType(
+    {
+        "call": call,
+        "cond": cond,
+        "custom_jvp": custom_jvp,
+        "custom_vjp": custom_vjp,
+        "custom_vmap": custom_vmap,
+        "scan": scan,
+        "shard_map": shard_map,
+        "while": while_,
+    }
+)

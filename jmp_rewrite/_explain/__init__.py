@@ -1,0 +1,1 @@
+"""Says what mixed precision does to a function."""

@@ -1,0 +1,234 @@
+"""What a performance engineer would say of a rewritten program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from jmp_rewrite._explain import residuals
+from jmp_rewrite._explain.reasons import INTERNAL
+from jmp_rewrite._explain.rows import Equation
+from jmp_rewrite._explain.units import bytes_text, count_text, flops_text
+from jmp_rewrite._loss_scaling.step import SCALED
+from jmp_rewrite._policy import Policy
+
+# Half products run on tensor cores at full speed if their dimensions are multiples of 8
+# (NVIDIA, "Matrix Multiplication Background User's Guide", section 4).
+_TENSOR_CORES = 8
+# A TPU's registers and matrix units are 128 lanes wide (JAX, "Pallas TPU", "Array
+# layouts").
+_LANES = 128
+# A product below 1e8 operations takes less than 5 us, which is what starting a kernel
+# takes, at the 19.5 TFLOP/s of float32 on an A100 (NVIDIA A100 datasheet).
+_SMALL_PRODUCT = 10**8
+# Products and values below these shares are not worth a word.
+_SHARE = 0.01
+_FULL_SHARE = 0.05
+# Residuals below this many bytes limit no batch.
+_SMALL_RESIDUALS = 2**24
+# From these ratios on a larger batch is worth a word, and is called twice as large.
+_LARGER, _DOUBLES = 1.2, 1.9
+_AT_MOST = 3
+
+
+class Facts(NamedTuple):
+    """What advice is given on.
+
+    Attributes:
+      policy: that was explained.
+      rows: of the rewritten program.
+      folded: layer -> its name, repeated layers named alike.
+      has_backward: whether the program holds a backward pass.
+      left_alone: what is not rewritten, as a sentence each.
+      unused_rules: keys of the policy's rules that are in no equation.
+      unused_scopes: patterns of the policy that matched nothing.
+      before: bytes that are kept for the backward pass, in the original program.
+      after: and in the rewritten one.
+    """
+
+    policy: Policy
+    rows: Sequence[Equation]
+    folded: dict[str, str]
+    has_backward: bool
+    left_alone: Sequence[str]
+    unused_rules: Sequence[str]
+    unused_scopes: Sequence[str]
+    before: int
+    after: int
+
+
+def advice(facts: Facts) -> list[str]:
+    """Returns advice as sentences, the most urgent first."""
+    if facts.policy.name == "float32":
+        return ["The policy is float32, so nothing is half."]
+    checks = (
+        _loss_scale,
+        _softmax,
+        _loss,
+        _no_products,
+        _full_products,
+        _left_alone,
+        _unused,
+        _small_products,
+        _dimensions,
+        _batch,
+    )
+    return [sentence for check in checks for sentence in check(facts)]
+
+
+def _loss_scale(facts: Facts) -> Iterator[str]:
+    if facts.policy.compute_dtype.name != "float16" or not facts.has_backward:
+        return
+    if facts.policy.loss_scale is None:
+        return
+    if not any(SCALED in row.scope for row in facts.rows):
+        yield (
+            "Scale the loss: gradients below 6e-8 are zero in float16. Return "
+            "scale_loss(loss, opt_state) from the loss, and wrap the optimizer in "
+            "loss_scaling(...)."
+        )
+
+
+def _softmax(facts: Facts) -> Iterator[str]:
+    found = [
+        r
+        for r in facts.rows
+        if r.primitive == "exp" and _is_half(r) and r.category != INTERNAL
+    ]
+    if found:
+        yield (
+            f"A softmax in {found[0].dtype}: exp {_where(found)} computes in half, "
+            "which turns rounding of its operand into a factor. Keep it float32: drop "
+            "the rule, or cast its operand."
+        )
+
+
+def _loss(facts: Facts) -> Iterator[str]:
+    found = [
+        r
+        for r in facts.rows
+        if r.primitive.startswith("reduce_")
+        and r.results[0].endswith("[]")
+        and r.operands[0].startswith(("bf16", "f16"))
+        and r.phase == "forward"
+        and r.category != INTERNAL
+    ]
+    if found:
+        yield (
+            f"A loss in half: {found[0].primitive} {_where(found)} reads "
+            f"{found[0].operands[0]} and gives one number. Compute the loss in float32."
+        )
+
+
+def _is_half(row: Equation) -> bool:
+    return row.dtype in residuals.HALVES
+
+
+def _where(rows: Sequence[Equation]) -> str:
+    first = rows[0]
+    others = len({r.line for r in rows}) - 1
+    more = f" and {count_text(others, 'more line')}" if others else ""
+    place = f"at {first.line}" if first.line else f"in {first.layer}"
+    return place + more
+
+
+def _no_products(facts: Facts) -> Iterator[str]:
+    if not any(row.flops for row in facts.rows):
+        yield "There is no matrix product or convolution, so nothing is half."
+
+
+def _full_products(facts: Facts) -> Iterator[str]:
+    total = sum(row.flops for row in facts.rows)
+    reasons: dict[str, list[Equation]] = {}
+    for row in facts.rows:
+        if row.flops and not _is_half(row):
+            reasons.setdefault(row.reason.removeprefix("full: "), []).append(row)
+    for reason, rows in reasons.items():
+        share = sum(row.flops for row in rows) / total
+        if share >= _FULL_SHARE:
+            yield (
+                f"{share:.0%} of the operations of products stay float32, "
+                f"{_where(rows)}: {reason}."
+            )
+
+
+def _left_alone(facts: Facts) -> Iterator[str]:
+    for sentence in facts.left_alone[:_AT_MOST]:
+        yield f"{sentence}. What it reads and makes is float32."
+    if len(facts.left_alone) > _AT_MOST:
+        more = len(facts.left_alone) - _AT_MOST
+        yield f"{more} more like it are in report.not_rewritten."
+
+
+def _unused(facts: Facts) -> Iterator[str]:
+    for rule in facts.unused_rules:
+        yield f"The rule for {rule!r} was not used: no equation has this primitive."
+    for pattern in facts.unused_scopes:
+        yield (
+            f"The scope {pattern!r} was not used: no name scope and no parameter's "
+            "path has it. The column 'scope' shows the names that there are."
+        )
+
+
+def _small_products(facts: Facts) -> Iterator[str]:
+    products = [row for row in facts.rows if row.flops]
+    total = sum(row.flops for row in products)
+    small = [row for row in products if row.flops // row.trips < _SMALL_PRODUCT]
+    if products and sum(row.flops for row in small) > total / 2:
+        largest = max(row.flops // row.trips for row in products)
+        yield (
+            "The products are too small to gain: the largest has "
+            f"{flops_text(largest)}, and starting a kernel takes as long as "
+            f"{flops_text(_SMALL_PRODUCT)}. A larger batch or wider layers would "
+            "change that."
+        )
+
+
+def _dimensions(facts: Facts) -> Iterator[str]:
+    found: dict[tuple[str, int], int] = {}
+    for row in facts.rows:
+        if row.flops and _is_half(row) and row.phase != "backward":
+            for size in _missing(row):
+                key = (facts.folded[row.layer], size)
+                found[key] = found.get(key, 0) + row.flops
+    least = _SHARE * sum(row.flops for row in facts.rows)
+    worst = sorted(
+        (key for key, flops in found.items() if flops >= least),
+        key=lambda key: (key[1] % _TENSOR_CORES == 0, -found[key], key),
+    )
+    for layer, size in worst[:_AT_MOST]:
+        yield f"{layer}: {_padding(size)}"
+    if len(worst) > _AT_MOST:
+        yield f"{count_text(len(worst) - _AT_MOST, 'more dimension')} like these."
+
+
+def _missing(row: Equation) -> set[int]:
+    """Returns the dimensions of a product that miss the multiples."""
+    odd = {s for s in row.dimensions if s > _TENSOR_CORES and s % _TENSOR_CORES}
+    return odd | {s for s in row.dimensions[-2:] if s > _LANES and s % _LANES}
+
+
+def _padding(size: int) -> str:
+    cores, lanes = (-(-size // n) * n for n in (_TENSOR_CORES, _LANES))
+    if size % _TENSOR_CORES == 0:
+        misses, padded = "128 (TPU)", f"{lanes}"
+    elif size < _LANES:
+        misses, padded = "8 (GPU)", f"{cores}"
+    else:
+        padded = f"{cores} or {lanes}" if cores < lanes else f"{lanes}"
+        misses = "8 (GPU) and 128 (TPU)"
+    return f"a dimension of {size} misses multiples of {misses}: pad it to {padded}."
+
+
+def _batch(facts: Facts) -> Iterator[str]:
+    if facts.before < _SMALL_RESIDUALS or not facts.after:
+        return
+    ratio = facts.before / facts.after
+    if ratio < _LARGER:
+        return
+    larger = "twice" if ratio >= _DOUBLES else f"{ratio:.1f} times"
+    yield (
+        f"{bytes_text(facts.after)} are kept for the backward pass instead of "
+        f"{bytes_text(facts.before)}: a batch {larger} as large fits into the memory "
+        "that float32 took."
+    )

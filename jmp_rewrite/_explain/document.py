@@ -1,0 +1,152 @@
+"""A report as a title, facts, advice and tables, before it is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jmp_rewrite._explain import summary
+from jmp_rewrite._explain.units import bytes_text, count_text, flops_text
+
+# Tables of more rows than these are cut; the rest is in `report.equations`.
+_SCOPES, _LARGEST, _EQUATIONS, _ALL = 24, 5, 30, 60
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+      title: what stands above it.
+      share: how many parts of the free width it gets; 0 for a number and -1 for a
+        word, which get what they need.
+    """
+
+    title: str
+    share: int = 0
+
+
+class Table(NamedTuple):
+    """A table, and a line under it."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+class Document(NamedTuple):
+    """A report before it is laid out."""
+
+    title: str
+    facts: Sequence[tuple[str, str]]
+    advice: Sequence[str]
+    tables: Sequence[Table]
+
+
+def document(report: Any) -> Document:
+    """Puts a report together, without a layout."""
+    tables = [_scopes(report), _equations(report)]
+    largest = _largest(report)
+    return Document(
+        f"{report.name} under {report.policy!r}",
+        list(_facts(report)),
+        report.advice,
+        [largest, *tables] if largest.rows else tables,
+    )
+
+
+def _facts(report: Any) -> Iterator[tuple[str, str]]:
+    if report.flops:
+        yield (
+            "products in half",
+            f"{report.half_flops:.1%} of {flops_text(report.flops)}",
+        )
+    moved = (
+        f", {bytes_text(report.cast_bytes)} read and written" if report.casts else ""
+    )
+    yield "casts", f"{report.casts:,}{moved}"
+    before, after = report.residual_bytes_before, report.residual_bytes
+    if before:
+        change = f"{after / before - 1:+.0%}"
+        kept = f"{bytes_text(after)} for the backward pass"
+        yield "kept", f"{kept}, {bytes_text(before)} in float32 ({change})"
+    if report.weight_copy_bytes:
+        yield "half weights", f"{bytes_text(report.weight_copy_bytes)} of copies"
+    counts: dict[str, int] = {}
+    for row in report.equations:
+        counts[row.category] = counts.get(row.category, 0) + 1
+    order = sorted(counts, key=lambda c: (-counts[c], c))
+    listed = ", ".join(f"{counts[c]:,} {c}" for c in order)
+    yield "equations", f"{len(report.equations):,}: {listed}"
+    for left in report.not_rewritten[:_LARGEST]:
+        at = f" at {left.line}" if left.line else ""
+        yield "left alone", f"{left.primitive}{at}: {left.reason}"
+
+
+def _largest(report: Any) -> Table:
+    columns = (Column("bytes"), *_GROUP)
+    groups = summary.largest_full(report.equations, report.layers)
+    rows = [(bytes_text(g.bytes), *_cells(g)) for g in groups[:_LARGEST]]
+    return Table(
+        "Largest values that stay float32 (the update left out)", columns, rows
+    )
+
+
+_GROUP = (
+    Column("equation", 6),
+    Column("list", -1),
+    Column("where", 6),
+    Column("reason", 7),
+)
+
+
+def _cells(group: summary.Group) -> tuple[str, ...]:
+    first = group.first
+    return (
+        f"{first.primitive}\n{group.value}",
+        f"{first.category}\n{first.dtype}",
+        f"{group.layer}\n{first.line}",
+        first.reason,
+    )
+
+
+def _scopes(report: Any) -> Table:
+    columns = (
+        Column("scope", 1),
+        Column("equations"),
+        Column("products"),
+        Column("in half"),
+        Column("half"),
+        Column("float32"),
+        Column("casts"),
+    )
+    found = summary.scopes(report.equations, report.layers)
+    rows = [
+        (
+            s.title,
+            f"{s.equations:,}",
+            flops_text(s.flops) if s.flops else "",
+            f"{s.half_flops / s.flops:.0%}" if s.flops else "",
+            bytes_text(s.half) if s.half else "",
+            bytes_text(s.full) if s.full else "",
+            bytes_text(s.cast) if s.cast else "",
+        )
+        for s in found[:_SCOPES]
+    ]
+    more = len(found) - _SCOPES
+    note = f"and {count_text(more, 'smaller scope')}" if more > 0 else ""
+    return Table("Scopes, by bytes of their values", columns, rows, note)
+
+
+def _equations(report: Any) -> Table:
+    shown = [r for r in report.equations if summary.is_shown(r)]
+    if len(shown) <= _ALL:
+        groups = [summary.Group(r, r.layer, 1, r.bytes) for r in shown]
+        title = "Equations, in program order"
+    else:
+        groups = summary.groups(shown, report.layers)[:_EQUATIONS]
+        title = "Equations, the largest first"
+    rows = [_cells(g) for g in groups]
+    rest = len(report.equations) - sum(g.times for g in groups)
+    note = f"report.equations has {count_text(rest, 'more row')}" if rest else ""
+    return Table(title, _GROUP, rows, note)

@@ -1,0 +1,94 @@
+"""`explain`: what mixed precision does to a function, without running it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jmp_rewrite import _transform
+from jmp_rewrite._explain.report import Decision, Report
+from jmp_rewrite._policy import Policy, PolicyLike, as_policy
+from jmp_rewrite._precision import parameters
+
+
+def explain(
+    fun: Callable[..., Any], policy: PolicyLike = None
+) -> Callable[..., Report]:
+    """Says what `mixed_precision` does to a function, and why.
+
+    Which products run in half, which values stay float32 because of what, what is kept
+    for the backward pass, and what would make it faster. The function is traced as
+    `mixed_precision` traces it, and nothing is computed: arrays may be given as
+    `jax.ShapeDtypeStruct`, so that a model of any size can be looked at.
+
+    Args:
+      fun: the function, a whole train step best of all. If `mixed_precision` has made
+        it, with `jax.jit` around it or not, its own policy is explained.
+      policy: a `Policy`, a string or a dtype; None for the default policy.
+
+    Returns:
+      A function of the arguments of `fun` that returns a `Report`.
+
+    Raises:
+      TypeError: if `fun` is no function.
+      ValueError: for an unknown policy.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_rewrite as jmpr
+      >>> def f(x, w):
+      ...     return jax.nn.softmax(x @ w) @ w
+      >>> x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+      >>> report = jmpr.explain(f, "mixed_bfloat16")(x, x)
+      >>> report.half_flops, report.casts
+      (1.0, 6)
+      >>> [e.reason for e in report.equations if e.primitive == "reduce_sum"]
+      ['full: a sum: its terms are kept and accumulated in float32']
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"explain expected a function, got {fun!r} of type {type(fun).__name__}: "
+            "call it as explain(fun, policy)(*args)."
+        )
+    fixed = None if policy is None else as_policy(policy)
+    inner = _decorated(fun)
+
+    @functools.wraps(fun, updated=())
+    def explained(*args: Any, **kwargs: Any) -> Report:
+        if inner is None:
+            traced = _transform.trace_types(fun, args, kwargs)
+            return _report(fun, traced, as_policy(fixed))
+        traced = _transform.trace_types(inner.fun, args, kwargs, inner.hide)
+        return _report(inner.fun, traced, as_policy(inner.policy))
+
+    return explained
+
+
+# What `jax.jit`, `equinox.filter_jit` and `flax.nnx.jit` return.
+_JITTED = frozenset({"PjitFunction", "_JitWrapper", "JitWrapped"})
+
+
+def _decorated(fun: Any) -> _transform.Decorated | None:
+    """Returns what `mixed_precision` was given, if it has made `fun`."""
+    if type(fun).__name__ in _JITTED:
+        fun = getattr(fun, "__wrapped__", fun)
+    found = getattr(fun, "decorated", None)
+    is_own = isinstance(found, _transform.Decorated) and found.wrapped is fun
+    return found if is_own else None
+
+
+def _report(fun: Any, traced: _transform.Traced, policy: Policy) -> Report:
+    graph, plan, unused = _transform.decide_quietly(traced, policy)
+    return Report(
+        Decision(
+            name=_transform.name_of(fun).rpartition("<locals>.")[2],
+            policy=policy,
+            closed=traced.closed,
+            graph=graph,
+            plan=plan,
+            arguments=parameters.argument_paths(traced.arguments),
+            results=parameters.result_paths(traced.results),
+            unused_scopes=unused,
+        )
+    )

@@ -1,0 +1,68 @@
+"""Precision by scope, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jmp_rewrite._explain.summary import Scope
+from jmp_rewrite._explain.units import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SCOPES = 16
+# As in the HTML report; told apart with red-green blindness, and in gray.
+_COLORS = {"half": "#0e8a7d", "float32": "#dd8a0b", "casts": "#9a3ec6"}
+
+
+def plot(title: str, scopes: Sequence[Scope]) -> Figure:
+    """Draws the bytes of half and float32 values and of casts, a bar a scope.
+
+    Args:
+      title: of the picture.
+      scopes: the largest first.
+
+    Raises:
+      ImportError: if matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+    except ImportError:
+        raise ImportError(
+            "report.plot() needs matplotlib: pip install 'jmp_rewrite[report]'"
+        ) from None
+    shown = list(scopes[:_SCOPES])[::-1]
+    figure = Figure(figsize=(8, 1.4 + 0.3 * max(len(shown), 2)), dpi=120)
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    left = [0] * len(shown)
+    sizes = {
+        "half": [s.half for s in shown],
+        "float32": [s.full for s in shown],
+        "casts": [s.cast for s in shown],
+    }
+    for name, widths in sizes.items():
+        axes.barh(
+            [s.title for s in shown], widths, left=left, color=_COLORS[name], label=name
+        )
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_title(title, loc="left")
+    axes.set_xlabel("bytes of values")
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: bytes_text(int(x))))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.02)
+    axes.legend(frameon=False, loc="lower right")
+    if more := len(scopes) - len(shown):
+        axes.annotate(
+            f"and {count_text(more, 'smaller scope')}",
+            (1, 0),
+            xycoords="figure fraction",
+            xytext=(-8, 8),
+            textcoords="offset points",
+            ha="right",
+            color="0.4",
+        )
+    return figure

@@ -1,0 +1,106 @@
+"""Emits a program so that each equation knows the one that it was made from.
+
+While the program is emitted, each of its equations enters a name scope with its index.
+The scopes are taken off again, and what they said is kept beside the jaxpr.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jmp_rewrite import _compat
+from jmp_rewrite._emit import program
+from jmp_rewrite._emit.emit import Cell, Emitter
+from jmp_rewrite._graph.nodes import Instance
+from jmp_rewrite._graph.scopes import REWRITTEN
+from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._rules.held import held_parameters
+
+_MARK = "jmp_rewrite.equation:"
+
+Origin = tuple[int, ...]
+
+
+class _Marking(Emitter):
+    """An emitter that says of each equation which one it comes from."""
+
+    def _equation(
+        self, instance: Instance, index: int, eqn: Any, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        with jax.named_scope(f"{_MARK}{index}"):
+            return super()._equation(instance, index, eqn, env)
+
+
+class Emitted(NamedTuple):
+    """A rewritten program.
+
+    Attributes:
+      closed: its closed jaxpr, the one that `mixed_precision` makes.
+      origins: for each open jaxpr inside that was emitted anew, and each of its
+        equations, the index of the original equation; several where a call was
+        dissolved into the jaxpr that it stood in; none for casts at the end.
+    """
+
+    closed: Any
+    origins: dict[Any, list[Origin]]
+
+
+def emit(plan: Plan) -> Emitted:
+    """Emits the program of a plan."""
+    original = plan.graph.top.jaxpr
+    before = _compat.open_jaxpr(original)
+
+    def rewritten(*args: Any) -> list[Any]:
+        with jax.named_scope(REWRITTEN):
+            return program.run(plan, _compat.constants(original), args, _Marking)
+
+    closed = jax.make_jaxpr(rewritten)(*(v.aval for v in before.invars))
+    stripping = _Stripping()
+    return Emitted(stripping.strip(closed), stripping.origins)
+
+
+class _Stripping:
+    """Takes the marks off a jaxpr and all that it holds."""
+
+    def __init__(self) -> None:
+        self.origins: dict[Any, list[Origin]] = {}
+        self._done: dict[Any, Any] = {}
+
+    def strip(self, jaxpr: Any) -> Any:
+        body = _compat.open_jaxpr(jaxpr)
+        if body not in self._done:
+            self._done[body] = self._strip(jaxpr)
+        return self._done[body]
+
+    def _strip(self, jaxpr: Any) -> Any:
+        body = _compat.open_jaxpr(jaxpr)
+        eqns, origins = [], []
+        for eqn in body.eqns:
+            clean, origin = self._equation(eqn)
+            eqns.append(clean)
+            origins.append(origin)
+        if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
+            return jaxpr
+        clean = _compat.with_equations(jaxpr, eqns)
+        self.origins[_compat.open_jaxpr(clean)] = origins
+        return clean
+
+    def _equation(self, eqn: Any) -> tuple[Any, Origin]:
+        held = held_parameters(eqn.primitive.name)
+        new = {key: self._parameter(eqn.params[key]) for key in held}
+        elements = _compat.scope_elements(eqn.source_info.name_stack)
+        marks = [e.name for e in elements if e.name.startswith(_MARK)]
+        if not marks and all(new[key] is eqn.params[key] for key in held):
+            return eqn, ()
+        kept = [e for e in elements if not e.name.startswith(_MARK)]
+        clean = _compat.with_name_stack(eqn, kept, {**eqn.params, **new})
+        return clean, tuple(int(m.removeprefix(_MARK)) for m in marks)
+
+    def _parameter(self, held: Any) -> Any:
+        if not isinstance(held, (tuple, list)):
+            return self.strip(held)
+        parts = tuple(map(self.strip, held))
+        same = all(a is b for a, b in zip(parts, held, strict=True))
+        return held if same else parts

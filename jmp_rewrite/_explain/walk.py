@@ -1,0 +1,339 @@
+"""Walks the original and the rewritten program side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex
+
+from jmp_rewrite import _compat
+from jmp_rewrite._explain.provenance import Emitted, Origin
+from jmp_rewrite._explain.reasons import (
+    CALL,
+    CAST,
+    CLEAR,
+    INSERTED,
+    INTERNAL,
+    NONE,
+    UNKNOWN,
+    Verdict,
+    why_call,
+)
+from jmp_rewrite._explain.residuals import CASTS, HALVES
+from jmp_rewrite._graph.nodes import Graph, Inner, Instance
+from jmp_rewrite._graph.scopes import TOP, Place, inner_place
+from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._rules.held import held_jaxprs, held_parameters
+from jmp_rewrite._source import Caller, Line, Lines
+
+
+class Draft(NamedTuple):
+    """A row before reasons are known, which name other rows' lines."""
+
+    eqn: Any
+    origin: Any  # the original equation; None for a cast that joins
+    node: int  # -1: no node of its own
+    verdict: Verdict | None  # None: what the plan says of the node
+    place: Place
+    line: Line
+    trips: int
+
+
+def walk(graph: Graph, plan: Plan | None, emitted: Emitted) -> list[Draft]:
+    """Returns a draft for each equation of the rewritten program.
+
+    A body that the plan analyses once for all its uses comes once, with the trips of
+    all uses.
+
+    Args:
+      graph: the original program.
+      plan: what is done with it; None if nothing is.
+      emitted: the rewritten program.
+    """
+    walking = _Walk(graph, plan, emitted)
+    walking.visit(emitted.closed, graph.top, TOP, None)
+    return walking.drafts
+
+
+class _Walk:
+    """Walks the original and the rewritten program side by side."""
+
+    def __init__(self, graph: Graph, plan: Plan | None, emitted: Emitted) -> None:
+        self.drafts: list[Draft] = []
+        self._plan = plan
+        self._origins = emitted.origins
+        self._trips = _trips(graph.top)
+        self._lines = Lines()
+        self._visited: set[Instance] = set()
+
+    def visit(
+        self, jaxpr: Any, use: Instance, place: Place, caller: Caller | None
+    ) -> None:
+        """Drafts the rows of one use of a jaxpr."""
+        if use in self._visited:
+            return
+        self._visited.add(use)
+        body = _compat.open_jaxpr(jaxpr)
+        origins = self._origins.get(body)
+        if origins is None:
+            if not _alike(body, _compat.open_jaxpr(use.jaxpr)):
+                self._unknown(
+                    jaxpr,
+                    _Step(use, -1, None, place, caller, self._trips[use]),
+                    _AS_IT_WAS,
+                )
+                return
+            origins = [(i,) for i in range(len(body.eqns))]
+        steps = [self._step(o, use, place, caller) for o in origins]
+        made = self._made(body.eqns, origins, steps)
+        for index, (eqn, step) in enumerate(zip(body.eqns, steps, strict=True)):
+            if made.get(origins[index]) == index:
+                self._made_from(eqn, step)
+            else:
+                self._inserted(eqn, step, made.get(origins[index], -1) > index)
+
+    def _step(
+        self, origin: Origin, use: Instance, place: Place, caller: Caller | None
+    ) -> _Step:
+        """Finds the original equation.
+
+        It stands in another jaxpr if a call was dissolved, or behind the loop that it
+        stood in.
+        """
+        trips = self._trips[use]
+        step = _Step(use, -1, None, place, caller, trips)
+        for index in origin:
+            if step.eqn is not None:  # a call
+                (use,) = step.use.inner[step.position].bodies
+                caller = Caller(step.eqn, step.caller)
+            eqn = _compat.open_jaxpr(use.jaxpr).eqns[index]
+            step = _Step(use, index, eqn, _inside(eqn, step.place), caller, trips)
+        return step
+
+    def _made(
+        self, eqns: Sequence[Any], origins: Sequence[Origin], steps: Sequence[_Step]
+    ) -> dict[Origin, int]:
+        """Returns which equation each original one has become."""
+        return {
+            origin: index
+            for index, (eqn, origin, step) in enumerate(
+                zip(eqns, origins, steps, strict=True)
+            )
+            if step.eqn is not None and self._continues(eqn, step.eqn)
+        }
+
+    def _continues(self, eqn: Any, original: Any) -> bool:
+        if eqn.primitive is not original.primitive:
+            return False
+        if eqn.primitive.name != "convert_element_type" or self._plan is None:
+            return True
+        before, after = _dtypes(original), _dtypes(eqn)
+        return after == before or set(after) != {"float32", self._plan.half.name}
+
+    def _made_from(self, eqn: Any, step: _Step) -> None:
+        """Drafts the row of an equation, and those of what it holds."""
+        inner = step.use.inner.get(step.position)
+        entry = step.use.nodes[step.position]
+        if inner is not None:
+            self._call(eqn, step, inner)
+        elif held_parameters(eqn.primitive.name):
+            self._untouched(eqn, step, step.trips)
+        elif isinstance(entry, tuple):
+            verdict = Verdict(CLEAR, "each operand keeps its own dtype")
+            self._draft(eqn, step, verdict=verdict)
+        elif entry is None:
+            verdict = _DECIDED if step.place.rewritten else _without_float32(eqn)
+            self._draft(eqn, step, verdict=verdict)
+            self._internal(eqn, step)
+        else:
+            self._draft(eqn, step, entry)
+            self._internal(eqn, step)
+
+    def _call(self, eqn: Any, step: _Step, inner: Inner) -> None:
+        """Drafts the rows of what is rewritten inside."""
+        why = why_call(self._plan, _name(step.eqn), inner.carry_in)
+        self._draft(eqn, step, verdict=Verdict(CALL, why))
+        caller = Caller(step.eqn, step.caller)
+        for jaxpr, body in zip(held_jaxprs(eqn), inner.bodies, strict=True):
+            self.visit(jaxpr, body, inner.place, caller)
+
+    def _untouched(self, eqn: Any, step: _Step, trips: int) -> None:
+        """Drafts the rows of what could be rewritten inside, and is not."""
+        name = _name(eqn)
+        by_rule = Verdict(UNKNOWN, f"full: {name} is left alone by a rule")
+        verdict = _DECIDED if step.place.rewritten else by_rule
+        self._draft(eqn, step, verdict=Verdict(CALL, verdict.reason), trips=trips)
+        here = step._replace(caller=Caller(eqn, step.caller))
+        for held in held_jaxprs(eqn):
+            self._unknown(held, here, verdict, trips * _repeats(eqn))
+
+    def _unknown(
+        self, jaxpr: Any, step: _Step, verdict: Verdict, trips: int | None = None
+    ) -> None:
+        """Drafts rows of which no more is known than the jaxpr itself says."""
+        for eqn in _compat.open_jaxpr(jaxpr).eqns:
+            here = step._replace(eqn=eqn, place=_inside(eqn, step.place))
+            if held_parameters(eqn.primitive.name):
+                self._untouched(eqn, here, trips or step.trips)
+            else:
+                self._draft(eqn, here, verdict=verdict, trips=trips)
+                self._internal(eqn, here)
+
+    def _internal(self, eqn: Any, step: _Step) -> None:
+        """Drafts the rows of what a kernel or a callback holds."""
+        verdict = Verdict(INTERNAL, f"inside {step.eqn.primitive.name}")
+        for held in jex.jaxprs_in_params(eqn.params):
+            for inner in _compat.open_jaxpr(held).eqns:
+                self._draft(inner, step, verdict=verdict)
+                self._internal(inner, step)
+
+    def _inserted(self, eqn: Any, step: _Step, before: bool) -> None:
+        """Drafts the row of what the rewrite put in."""
+        node = -1
+        if step.eqn is not None:
+            entry = step.use.nodes[step.position]
+            node = entry if isinstance(entry, int) else -1
+        verdict = _why_inserted(eqn, step.eqn, before or node < 0)
+        self._draft(eqn, step, node, verdict)
+
+    def _draft(
+        self,
+        eqn: Any,
+        step: _Step,
+        node: int = -1,
+        verdict: Verdict | None = None,
+        trips: int | None = None,
+    ) -> None:
+        line = self._lines.of(step.eqn or eqn, step.caller)
+        trips = step.trips if trips is None else trips
+        self.drafts.append(Draft(eqn, step.eqn, node, verdict, step.place, line, trips))
+
+
+def _inside(eqn: Any, place: Place) -> Place:
+    """Returns the place of an equation of a jaxpr that stands somewhere."""
+    return inner_place(place, _compat.scope_elements(eqn.source_info.name_stack))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Tells jaxprs of the same equations; where nothing is half they are one object."""
+    if one is other:
+        return True
+    names = [[e.primitive.name for e in body.eqns] for body in (one, other)]
+    return names[0] == names[1]
+
+
+_AS_IT_WAS = Verdict(UNKNOWN, "as it was")
+_DECIDED = Verdict(UNKNOWN, "an inner mixed_precision has decided")
+
+
+def _without_float32(eqn: Any) -> Verdict:
+    dtypes = {str(getattr(v.aval, "dtype", "")) for v in (*eqn.invars, *eqn.outvars)}
+    if dtypes.isdisjoint(HALVES):
+        return Verdict(NONE, "no float32 value")
+    return Verdict(NONE, "half: it was half before")
+
+
+def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
+    if eqn.primitive.name in ("cpu_barrier", "reduce_precision"):
+        why = "keeps XLA:CPU from folding a transpose into the product"
+        return Verdict(INSERTED, why)
+    if eqn.primitive.name == "restore":
+        return Verdict(INSERTED, "some devices compute it again, others read it")
+    if eqn.primitive.name == "unrounded":
+        return Verdict(INSERTED, "a CPU reads it as it was before it was rounded")
+    if eqn.primitive.name == "cpu_product":
+        return Verdict(
+            INSERTED, "a CPU computes the product in another order, or rounds behind it"
+        )
+    if eqn.primitive.name == "feature_sum":
+        return Verdict(INSERTED, "a TPU takes an attention's sum over its features")
+    if eqn.primitive.name == "rounded_product":
+        return Verdict(INSERTED, "one NVIDIA GPU rounds it in the product, as by hand")
+    if eqn.primitive.name in ("reshape", "transpose"):
+        return Verdict(
+            INSERTED, "gives a product its operands, and its result, in this order"
+        )
+    if eqn.primitive.name in ("concatenate", "slice"):
+        return Verdict(INSERTED, "takes apart or joins what is reshaped, in this order")
+    if eqn.primitive.name == "optimization_barrier":
+        return Verdict(INSERTED, "keeps a compiler from seeing what it was made of")
+    if eqn.primitive.name == "hold":
+        return Verdict(INSERTED, "keeps XLA:GPU from storing what was rounded")
+    if eqn.primitive.name not in CASTS:
+        return Verdict(INSERTED, "computed again from what is stored")
+    source, target = _dtypes(eqn)
+    if source == target:
+        return Verdict(INSERTED, "keeps a weak type")
+    if original is None:
+        return Verdict(CAST, f"cast: it is handed on in {target}")
+    name = _name(original)
+    if before:
+        return Verdict(CAST, f"cast: {name} reads {target}")
+    return Verdict(CAST, f"cast: {name} was computed in {source}")
+
+
+class _Step(NamedTuple):
+    """Where an original equation stands.
+
+    Attributes:
+      use: the use of the jaxpr that holds it.
+      position: its index in there.
+      eqn: the equation; None for what was put in at the end of a jaxpr.
+      place: where it stands.
+      caller: the equation that holds the jaxpr.
+      trips: how often what it has become runs.
+    """
+
+    use: Instance
+    position: int
+    eqn: Any
+    place: Place
+    caller: Caller | None
+    trips: int
+
+
+def _name(eqn: Any) -> str:
+    """Returns what a reader calls an equation: of a `jit`, the function."""
+    name = eqn.primitive.name
+    return str(eqn.params.get("name", name)) if name == "jit" else name
+
+
+def _dtypes(cast: Any) -> tuple[str, str]:
+    return str(cast.invars[0].aval.dtype), str(cast.outvars[0].aval.dtype)
+
+
+def _trips(top: Instance) -> dict[Instance, int]:
+    """Returns how often each use of a jaxpr runs in one call of the program."""
+    order: list[Instance] = []
+    seen: set[Instance] = set()
+
+    def note(use: Instance) -> None:
+        if use not in seen:
+            seen.add(use)
+            for inner in use.inner.values():
+                for body in inner.bodies:
+                    note(body)
+            order.append(use)
+
+    note(top)
+    trips = dict.fromkeys(order, 0)
+    trips[top] = 1
+    for use in reversed(order):
+        eqns = _compat.open_jaxpr(use.jaxpr).eqns
+        for index, inner in use.inner.items():
+            for body in inner.bodies:
+                trips[body] += trips[use] * _repeats(eqns[index])
+    return trips
+
+
+def _repeats(eqn: Any) -> int:
+    """Returns how often an equation runs what it holds; 1 where nobody knows."""
+    if eqn.primitive.name == "scan":
+        return int(eqn.params["length"])
+    if eqn.primitive.name == "shard_map":
+        shape = dict(eqn.params["mesh"].shape)
+        axes = eqn.params["newly_manual_axes"]
+        return int(math.prod(shape.get(a, 1) for a in axes))
+    return 1

@@ -1,0 +1,1 @@
+"""The program as one graph; judges nothing."""

@@ -1,0 +1,448 @@
+"""Builds the graph of a program: walks its jaxprs once and collects nodes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import source_info_util
+
+from jmp_rewrite import _compat
+from jmp_rewrite._graph.higher_order import HANDLERS
+from jmp_rewrite._graph.nodes import (
+    FLOAT32,
+    Graph,
+    Inner,
+    Instance,
+    Loop,
+    Node,
+    Opaque,
+    Value,
+    elements,
+    is_float32,
+    reads_float32,
+)
+from jmp_rewrite._graph.scopes import TOP, Place, inner_place
+from jmp_rewrite._rules.held import LANES, LEFT_ALONE, held_jaxprs
+
+# Larger constants are not searched for values that half precision cannot hold (they
+# are treated like arguments); 2**22 elements are 16 MiB.
+_LARGEST_CONSTANT = 2**22
+
+# A jaxpr that is used several times is analysed once for all its uses only where
+# copies of its nodes would be many more than the program has equations.
+_COPIES_PER_EQUATION = 4
+_SMALL = 64
+
+# A partial sum is read in place of its terms if it is smaller by this factor.
+_FEWER = 8
+
+_NO_LITERALS: dict[int, Any] = {}
+
+# What these make is data although they read no float32: random numbers, and the
+# results of what cannot be looked into.
+_DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
+
+# Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
+_ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
+
+# A known number stays known through these.
+_KEEPS_NUMBER = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "neg",
+        "reshape",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
+
+
+def build(
+    closed: Any,
+    is_opaque: Callable[[Any], bool] = lambda eqn: False,
+    place: Place = TOP,
+    by_path: bool = False,
+    by_sign: bool = False,
+) -> Graph:
+    """Builds the graph of a closed jaxpr.
+
+    Args:
+      closed: the program.
+      is_opaque: tells which equations that hold jaxprs are to be left alone.
+      place: where the program stands.
+      by_path: whether a body that is used often is analysed anew in each scope.
+      by_sign: whether `x > 0` may be asked of `max(x, 0)`, that is, whether no positive
+        number is rounded to 0.
+    """
+    builder = Builder(closed, is_opaque, by_path, by_sign)
+    jaxpr = _compat.open_jaxpr(closed)
+    consts = builder.constants(jaxpr.constvars, _compat.constants(closed))
+    arguments = [Value(v.aval, argument=i) for i, v in enumerate(jaxpr.invars)]
+    top, results = builder.use(closed, consts, arguments, place, 1)
+    return Graph(
+        top,
+        builder.nodes,
+        builder.loops,
+        [v for v in [*consts, *arguments] if v is not None],
+        [v for v in results if v is not None and is_float32(v.aval)],
+        builder.opaque,
+        builder.has_backward_rules,
+    )
+
+
+class Builder:
+    """Walks the program once and collects nodes."""
+
+    def __init__(
+        self,
+        closed: Any,
+        is_opaque: Callable[[Any], bool],
+        by_path: bool,
+        by_sign: bool,
+    ) -> None:
+        self.nodes: list[Node] = []
+        self.loops: list[Loop] = []
+        self.opaque: list[Opaque] = []
+        self.has_backward_rules = False
+        self._calls: list[Any] = []
+        self.tokens = itertools.count()
+        self._is_opaque = is_opaque
+        self._by_path = by_path
+        self._by_sign = by_sign
+        self._often = _shared_jaxprs(closed)
+        self._bits: dict[Any, int] = {}
+        self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
+
+    def sharing_key(self, jaxpr: Any, place: Place) -> Any:
+        """Returns what uses of a body are analysed together; None if each is alone."""
+        if id(jaxpr) not in self._often:
+            return None
+        return id(jaxpr), place if self._by_path else place._replace(path="")
+
+    def captured(self, jaxpr: Any) -> list[Value | None]:
+        """Returns the values of the arrays that a closed jaxpr carries."""
+        return self.constants(_compat.constvars(jaxpr), _compat.constants(jaxpr))
+
+    def constants(self, constvars: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
+        """Returns the values of captured arrays."""
+        return [
+            Value(v.aval, constant=_number(c), made_of_data=not _is_numpy(c))
+            if is_float32(v.aval)
+            else None
+            for v, c in zip(constvars, consts, strict=True)
+        ]
+
+    def use(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Value | None],
+        args: Sequence[Value | None],
+        place: Place,
+        trips: int,
+    ) -> tuple[Instance, list[Value | None]]:
+        """Adds the nodes of one use of a jaxpr; returns it and its results."""
+        body = _compat.open_jaxpr(jaxpr)
+        instance = Instance(jaxpr)
+        env = {
+            var: value
+            for var, value in zip(
+                [*body.constvars, *body.invars], [*consts, *args], strict=True
+            )
+            if value is not None
+        }
+        rectified: dict[Any, Any] = {}
+        sums: dict[Any, list[Any]] = {}
+        for index, eqn in enumerate(body.eqns):
+            instead = _asks_sign(eqn, rectified)
+            if instead is None:
+                partial = _adds_up(eqn, sums)
+                if partial is not None:
+                    instance.partial[index] = partial
+                self._equation(instance, index, partial or eqn, env, place, trips)
+            else:
+                operand, var = instance.instead[index] = instead
+                reads = {operand: env[var]}
+                self._equation(instance, index, eqn, reads, place, trips)
+            if self._by_sign:
+                self._note_rectified(eqn, env, rectified)
+        return instance, [_read(env, v) for v in body.outvars]
+
+    def _note_rectified(
+        self, eqn: Any, env: dict[Any, Value], rectified: dict[Any, Any]
+    ) -> None:
+        """Notes which results are `max(x, 0)` of a variable that the equation reads.
+
+        An equation that holds a jaxpr makes one as well (`jax.nn.relu` is two calls):
+        what it passes in is the same value inside.
+        """
+        for var in eqn.outvars:
+            value = env.get(var)
+            if value is None or value.node < 0:
+                continue
+            node = self.nodes[value.node]
+            if node.name != "max" or list(node.literals.values()) != [0.0]:
+                continue
+            for atom in eqn.invars:
+                source = None if hasattr(atom, "val") else env.get(atom)
+                if source is None or source.constant is not None:
+                    continue
+                is_operand = any(source is v for v in node.inputs)
+                if is_operand and source.aval.shape == value.aval.shape:
+                    rectified.setdefault(atom, var)
+
+    def _equation(
+        self,
+        instance: Instance,
+        index: int,
+        eqn: Any,
+        env: dict[Any, Value],
+        place: Place,
+        trips: int,
+    ) -> None:
+        here = inner_place(place, _compat.scope_elements(eqn.source_info.name_stack))
+        name = eqn.primitive.name
+        holds = name in HANDLERS and not here.rewritten
+        if holds and not self._is_opaque(eqn):
+            args = [_read(env, v) for v in eqn.invars]
+            self._calls.append(eqn)
+            nodes, inner, results = HANDLERS[name](self, eqn, args, here, trips)
+            self._calls.pop()
+            instance.nodes.append(nodes)
+            instance.inner[index] = inner
+        else:
+            why = "a rule denies it" if holds else LEFT_ALONE.get(name)
+            if why and not here.rewritten and reads_float32(eqn):
+                self.opaque.append(Opaque(eqn, here, why, self._where(eqn)))
+            nodes, results = self._leaf(eqn, env, here, trips)
+            instance.nodes.append(nodes)
+        for var, value in zip(eqn.outvars, results, strict=True):
+            if value is not None:
+                env[var] = value
+
+    def _where(self, eqn: Any) -> str:
+        """Returns the innermost source line that is known; JAX's own have none."""
+        for caller in (eqn, *reversed(self._calls)):
+            if line := source_info_util.summarize(caller.source_info):
+                return line
+        return "an unknown line"
+
+    def _leaf(
+        self, eqn: Any, env: dict[Any, Value], place: Place, trips: int
+    ) -> tuple[Any, list[Value | None]]:
+        """Adds the node (or the lanes) of an equation that holds no jaxpr."""
+        name = eqn.primitive.name
+        operands = [_read(env, v) for v in eqn.invars]
+        of_bits = self._follow_bits(eqn, operands)
+        if name in LANES:
+            return self._lanes(eqn, operands, place, trips)
+        inputs: list[Value] = []
+        literals = _NO_LITERALS
+        given = False
+        for position, value in enumerate(operands):
+            if value is None:
+                continue
+            given |= value.argument >= 0
+            if not is_float32(value.aval):
+                continue
+            if value.constant is not None and not value.constant.ndim:
+                literals = {**literals, position: value.constant}
+                if value.node < 0:
+                    continue
+            inputs.append(value)
+        avals = [v.aval for v in eqn.outvars if is_float32(v.aval)]
+        number = _kept_number(eqn, operands)
+        if not (inputs or literals or avals):
+            return None, [
+                Value(v.aval, constant=number) if number is not None else None
+                for v in eqn.outvars
+            ]
+        index = self.add(name, eqn, place, inputs, avals, literals, trips)
+        node = self.nodes[index]
+        node.given = given
+        node.mixed = _mixes(eqn)
+        node.of_bits = of_bits
+        data = name in _DATA or any([v.made_of_data for v in inputs])
+        return index, [
+            Value(v.aval, index, number, made_of_data=data)
+            if number is not None or is_float32(v.aval)
+            else None
+            for v in eqn.outvars
+        ]
+
+    def _follow_bits(self, eqn: Any, operands: Sequence[Value | None]) -> int | None:
+        """Remembers integers that are made of the bits of floats.
+
+        Returns:
+          The node of whose bits the equation reads some, -1 if they are an argument's;
+          None if it reads none.
+        """
+        known = [self._bits.get(v) for v in eqn.invars if not hasattr(v, "val")]
+        read = max((n for n in known if n is not None), default=None)
+        source = read
+        if eqn.primitive.name == "bitcast_convert_type":
+            (value,) = operands
+            if value is not None and is_float32(value.aval):
+                source = value.node
+        if source is not None:
+            integers = (v for v in eqn.outvars if not is_float32(v.aval))
+            self._bits.update(dict.fromkeys(integers, source))
+        return read
+
+    def _lanes(
+        self, eqn: Any, operands: Sequence[Value | None], place: Place, trips: int
+    ) -> tuple[Any, list[Value | None]]:
+        nodes: list[int | None] = []
+        results: list[Value | None] = []
+        for var, value in zip(eqn.outvars, operands, strict=True):
+            if value is None or not is_float32(var.aval):
+                nodes.append(None)
+                results.append(value)
+                continue
+            node = self.add(
+                eqn.primitive.name, eqn, place, [value], [var.aval], {}, trips
+            )
+            nodes.append(node)
+            results.append(Value(var.aval, node, made_of_data=value.made_of_data))
+        return tuple(nodes), results
+
+    def add(
+        self,
+        name: str,
+        eqn: Any,
+        place: Place,
+        inputs: list[Value],
+        avals: list[Any],
+        literals: dict[int, Any],
+        trips: int,
+    ) -> int:
+        """Adds a node and returns its index."""
+        index = len(self.nodes)
+        self.nodes.append(Node(index, name, eqn, place, inputs, avals, literals, trips))
+        return index
+
+
+def _asks_sign(eqn: Any, rectified: dict[Any, Any]) -> tuple[Any, Any] | None:
+    """Returns the operand `x` of `x > 0`, and a variable that holds `max(x, 0)`.
+
+    The derivative of a rectifier asks for the sign of its argument. Its result tells it
+    as well, and is stored in any case if a product reads it: then the argument need not
+    be.
+    """
+    position = _ASKS_SIGN.get(eqn.primitive.name)
+    if position is None or not rectified:
+        return None
+    operand, other = eqn.invars[position], eqn.invars[1 - position]
+    if hasattr(operand, "val") or not hasattr(other, "val"):
+        return None
+    var = rectified.get(operand)
+    if var is None or np.ndim(other.val) or other.val != 0:
+        return None
+    return operand, var
+
+
+def _adds_up(eqn: Any, sums: dict[Any, list[Any]]) -> Any:
+    """Returns a sum as one of a partial sum, of the same variable over fewer axes.
+
+    A bias and a shift of each example, added to the same value, have gradients that are
+    sums of the same cotangent. Where one of the sums is rounded, XLA:TPU makes a kernel
+    of each, and both read all of it.
+
+    Args:
+      eqn: any equation.
+      sums: variable -> the equations before this one that add it up; added to.
+    """
+    if eqn.primitive.name != "reduce_sum" or not reads_float32(eqn):
+        return None
+    (operand,) = eqn.invars
+    if hasattr(operand, "val"):
+        return None
+    axes = frozenset(eqn.params["axes"])
+    before = sums.setdefault(operand, [])
+    usable = [
+        e
+        for e in before
+        if axes > set(e.params["axes"])
+        and _FEWER * elements([e.outvars[0].aval]) <= elements([operand.aval])
+    ]
+    before.append(eqn)
+    partial = min(usable, key=lambda e: e.outvars[0].aval.ndim, default=None)
+    if partial is None:
+        return None
+    kept = [a for a in range(operand.aval.ndim) if a not in partial.params["axes"]]
+    left = tuple(i for i, a in enumerate(kept) if a in axes)
+    params = dict(eqn.params, axes=left)
+    return eqn.replace(invars=list(partial.outvars), params=params)
+
+
+def _mixes(eqn: Any) -> bool:
+    """Tells whether another floating-point dtype stands beside float32."""
+    for atom in (*eqn.invars, *eqn.outvars):
+        dtype = getattr(atom.aval, "dtype", FLOAT32)
+        if dtype is not FLOAT32 and getattr(dtype, "kind", "b") not in "biu":
+            return True
+    return False
+
+
+def _read(env: dict[Any, Value], atom: Any) -> Value | None:
+    """Returns the value of a variable or literal; None if it is nothing to follow."""
+    if hasattr(atom, "val"):
+        number = _compat.literal_value(atom)
+        return Value(atom.aval, constant=_number(number), made_of_data=False)
+    return env.get(atom)
+
+
+def _number(value: Any) -> Any:
+    """Returns a constant as NumPy sees it, or None if it is unknown or very large."""
+    if isinstance(value, (bool, int, float, np.ndarray, np.generic)):
+        array = np.asarray(value)
+        return array if array.size <= _LARGEST_CONSTANT else None
+    if _compat.is_concrete(value) and value.ndim == 0:
+        return np.asarray(value)  # an epsilon that a closure captured
+    return None
+
+
+def _is_numpy(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, np.ndarray, np.generic))
+
+
+def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:
+    """Returns the number that the result is, if one operand makes it known."""
+    if eqn.primitive.name not in _KEEPS_NUMBER or len(operands) != 1:
+        return None
+    value = operands[0]
+    if value is None or value.constant is None or np.ndim(value.constant) > 0:
+        return None
+    return -value.constant if eqn.primitive.name == "neg" else value.constant
+
+
+def _shared_jaxprs(closed: Any) -> set[int]:
+    """Returns the jaxprs that are analysed once for all their uses.
+
+    Every use has its own nodes, so that one use cannot decide for another, unless the
+    copies would be many more than the equations that the program has.
+    """
+    sizes: dict[int, int] = {}
+    uses: dict[int, int] = {}
+    distinct = [0]
+
+    def size(jaxpr: Any) -> int:
+        uses[id(jaxpr)] = uses.get(id(jaxpr), 0) + 1
+        if id(jaxpr) not in sizes:
+            body = _compat.open_jaxpr(jaxpr)
+            distinct[0] += len(body.eqns)
+            inner = [size(j) for e in body.eqns for j in held_jaxprs(e)]
+            sizes[id(jaxpr)] = len(body.eqns) + sum(inner)
+        return sizes[id(jaxpr)]
+
+    total = size(closed)
+    if total <= _COPIES_PER_EQUATION * distinct[0] + 10_000:
+        return set()
+    return {key for key, n in uses.items() if n > 1 and sizes[key] > _SMALL}

@@ -1,0 +1,311 @@
+"""The program as one graph: nodes, values and the jaxprs that hold them.
+
+A jaxpr with all its sub-jaxprs becomes a flat list of nodes joined by float32 values.
+Calls are transparent (a value inside is the value outside); a loop adds two nodes for
+each carry and a branch one for each result, because those must agree on a dtype, and a
+scan one for each result that it stacks, because a stack may be stored in another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jmp_rewrite import _compat
+from jmp_rewrite._graph.scopes import Place
+
+FLOAT32 = np.dtype(np.float32)
+# What a dimension counts that is a symbol when a program is exported.
+_SYMBOLIC = 64
+
+
+class Value:
+    """A float32 value of the program (or a known number of another type).
+
+    Attributes:
+      aval: its type where it was made: shape and dtype.
+      node: index of the node that makes it; -1 for arguments and constants.
+      constant: its number, where that is known while tracing.
+      argument: index of the program's argument that it is; -1 if none.
+      made_of_data: False for what comes from integers, literals and NumPy constants
+        alone.
+      slice_of: the loop whose `xs` it is a slice of; -1 if none.
+    """
+
+    __slots__ = ("argument", "aval", "constant", "made_of_data", "node", "slice_of")
+
+    def __init__(
+        self,
+        aval: Any,
+        node: int = -1,
+        constant: Any = None,
+        argument: int = -1,
+        made_of_data: bool = True,
+        slice_of: int = -1,
+    ) -> None:
+        self.aval = aval
+        self.node = node
+        self.constant = constant
+        self.argument = argument
+        self.made_of_data = made_of_data
+        self.slice_of = slice_of
+
+    def at(self, aval: Any, slice_of: int = -1) -> Value:
+        """Returns the same value seen with another shape: a slice, or a stack."""
+        constant = self.constant
+        if np.ndim(constant) and self.aval.shape != aval.shape:
+            constant = None
+        return Value(
+            aval, self.node, constant, self.argument, self.made_of_data, slice_of
+        )
+
+
+class Node:
+    """What has one precision: an equation, one lane of it, a carry, or a join.
+
+    Attributes:
+      index: its place in program order.
+      name: the primitive's name; "carry_in", "carry_out", "stack_out" or "join" for
+        what holds loops and branches together.
+      eqn: the equation, or None.
+      place: where it stands.
+      inputs: its float32 operands; literals are left out.
+      avals: the types of its float32 results.
+      literals: operand position -> number, for operands that are known numbers.
+      trips: how often it runs, 1 outside of loops.
+      given: a cast of an argument of the program that was half when it came in.
+      mixed: another floating-point dtype stands beside float32.
+      of_bits: the node of whose bits it is made, masked or shifted; -1 if they are an
+        argument's, None if it is no such float.
+    """
+
+    __slots__ = (
+        "avals",
+        "eqn",
+        "given",
+        "index",
+        "inputs",
+        "literals",
+        "mixed",
+        "name",
+        "of_bits",
+        "place",
+        "trips",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        eqn: Any,
+        place: Place,
+        inputs: list[Value],
+        avals: list[Any],
+        literals: dict[int, Any],
+        trips: int,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.eqn = eqn
+        self.place = place
+        self.inputs = inputs
+        self.avals = avals
+        self.literals = literals
+        self.trips = trips
+        self.given = False
+        self.mixed = False
+        self.of_bits: int | None = None
+
+
+class Instance:
+    """One use of a jaxpr.
+
+    Attributes:
+      jaxpr: the jaxpr, open or closed as its equation holds it.
+      nodes: an entry an equation: a node's index, a tuple of them (one a lane, None
+        where that lane is no float32), or None where nothing is float32.
+      inner: equation index -> what it holds.
+      instead: equation index -> (operand, the variable that is read in its place).
+      partial: equation index -> the equation that adds up a partial sum in its place.
+    """
+
+    __slots__ = ("__weakref__", "inner", "instead", "jaxpr", "nodes", "partial")
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.jaxpr = jaxpr
+        self.nodes: list[Any] = []
+        self.inner: dict[int, Inner] = {}
+        self.instead: dict[int, tuple[Any, Any]] = {}
+        self.partial: dict[int, Any] = {}
+
+    def operands(self, index: int, eqn: Any) -> list[Any]:
+        """Returns the variables and literals that an equation reads."""
+        operand, instead = self.instead.get(index, (None, None))
+        return [instead if v is operand else v for v in eqn.invars]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inner:
+    """What an equation holds that is rewritten inside.
+
+    Attributes:
+      kind: "call", "custom_jvp", "custom_vjp", "custom_vmap", "shard_map", "scan",
+        "while" or "cond".
+      place: where it stands.
+      bodies: the uses of its jaxprs, in the order of the parameters.
+      carry_in: a node for each carry (None: not float32).
+      carry_out: the node of what an iteration hands on, for each carry.
+      stacks: a node for each result that the iterations of a scan stack.
+      joins: a node for each result of a branch, or for each parameter of a shared body.
+    """
+
+    kind: str
+    place: Place
+    bodies: tuple[Instance, ...]
+    carry_in: tuple[int | None, ...] = ()
+    carry_out: tuple[int | None, ...] = ()
+    stacks: tuple[int | None, ...] = ()
+    joins: tuple[int | None, ...] = ()
+
+    @property
+    def joints(self) -> tuple[int | None, ...]:
+        """All of these nodes."""
+        return (*self.carry_in, *self.carry_out, *self.stacks, *self.joins)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop of the program.
+
+    Attributes:
+      eqn: its equation, a `scan` or a `while`.
+      place: where it stands.
+      carries: (carry_in, carry_out) nodes of its float32 carries.
+      token: what `Value.slice_of` says of slices of its `xs`.
+      nodes: range of the nodes of its bodies.
+    """
+
+    eqn: Any
+    place: Place
+    carries: tuple[tuple[int, int], ...]
+    token: int
+    nodes: range
+
+
+class Opaque(NamedTuple):
+    """An equation that is left alone.
+
+    Attributes:
+      eqn: the equation; it holds a jaxpr or a kernel.
+      place: where it stands.
+      why: the reason.
+      where: the user's source line, or that of the call it stands in.
+    """
+
+    eqn: Any
+    place: Place
+    why: str
+    where: str
+
+
+@dataclasses.dataclass(eq=False)
+class Graph:
+    """The whole program.
+
+    Attributes:
+      top: the use of the outermost jaxpr.
+      nodes: all nodes, in program order.
+      loops: all loops.
+      arguments: the float32 arguments and captured arrays of the program.
+      results: the float32 values that the program returns.
+      opaque: the equations that are left alone.
+      has_backward_rules: whether it holds a `custom_vjp`, whose backward pass is a
+        Python function that nobody has traced yet.
+    """
+
+    top: Instance
+    nodes: list[Node]
+    loops: list[Loop]
+    arguments: list[Value]
+    results: list[Value]
+    opaque: list[Opaque]
+    has_backward_rules: bool
+    _edges: tuple[list[list[int]], list[list[int]]] | None = None
+
+    def uses(self) -> list[Instance]:
+        """Returns all uses of jaxprs, each once, the outermost first."""
+        found: dict[Instance, None] = {}
+        stack = [self.top]
+        while stack:
+            use = stack.pop()
+            if use not in found:
+                found[use] = None
+                for inner in use.inner.values():
+                    stack += inner.bodies
+        return list(found)
+
+    def predecessors(self) -> list[list[int]]:
+        """Returns for each node the nodes that it reads, each once."""
+        if self._edges is None:
+            self._edges = _edges(self.nodes)
+        return self._edges[0]
+
+    def consumers(self) -> list[list[int]]:
+        """Returns for each node the nodes that read it, each once."""
+        if self._edges is None:
+            self._edges = _edges(self.nodes)
+        return self._edges[1]
+
+
+def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
+    reads: list[list[int]] = []
+    readers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
+        sources: list[int] = []
+        for value in node.inputs:
+            source = value.node
+            if source >= 0 and source not in sources:
+                sources.append(source)
+                readers[source].append(index)
+        reads.append(sources)
+    return reads, readers
+
+
+def is_float32(aval: Any) -> bool:
+    # NumPy's dtypes of one kind are one object, and references have `inner_aval`.
+    return getattr(aval, "dtype", None) is FLOAT32 and not _compat.is_reference(aval)
+
+
+def is_literal(atom: Any) -> bool:
+    """Tells a number that stands in an equation from a variable."""
+    return hasattr(atom, "val")
+
+
+def reads_float32(eqn: Any) -> bool:
+    """Tells whether an equation has a float32 operand or result."""
+    return any(is_float32(v.aval) for v in [*eqn.invars, *eqn.outvars])
+
+
+def elements(avals: Sequence[Any]) -> int:
+    """Returns how many elements values of these types have together."""
+    sizes = (
+        math.prod(d if isinstance(d, int) else _SYMBOLIC for d in a.shape)
+        for a in avals
+    )
+    return sum(sizes)
+
+
+def reached(starts: Iterable[int], edges: Sequence[Sequence[int]]) -> set[int]:
+    """Returns the nodes that edges lead to from these, and these."""
+    found = set(starts)
+    stack = list(found)
+    while stack:
+        for node in edges[stack.pop()]:
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found

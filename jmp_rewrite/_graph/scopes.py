@@ -1,0 +1,214 @@
+"""Where an equation stands: its name-scope path, and the marks that the library sets.
+
+JAX keeps the name stack of an equation relative to the jaxpr that holds it, and
+`grad`, `vmap`, `scan` and custom rules carry it along. So a mark that is set as a
+name scope while a program is traced is still there in its backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pathlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from jmp_rewrite import _compat
+from jmp_rewrite._policy import Policy
+
+REWRITTEN = "jmp_rewrite.mixed_precision"
+FULL_PRECISION = "jmp_rewrite.full_precision"
+# Scopes that JAX itself adds around recomputed code; no user wrote them.
+_RECOMPUTATION = "rematted_computation"
+_RECOMPUTED = frozenset({"checkpoint", _RECOMPUTATION})
+
+
+class Place(NamedTuple):
+    """Where an equation stands.
+
+    Attributes:
+      path: the user's scopes, outermost first, joined by "/".
+      backward: whether reverse-mode differentiation made the equation.
+      recomputed: whether the backward pass computes it once more (`jax.checkpoint`).
+      rewritten: whether an inner `mixed_precision` has decided already.
+      full: whether `full_precision` covers it.
+    """
+
+    path: str = ""
+    backward: bool = False
+    recomputed: bool = False
+    rewritten: bool = False
+    full: bool = False
+
+
+TOP = Place()  # of a whole program
+
+
+@functools.lru_cache(maxsize=8192)
+def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
+    """Returns the place of an equation with these name-stack elements in `outer`."""
+    if not elements:
+        return outer
+    names = [
+        part for e in elements if _compat.is_scope(e) for part in e.name.split("/")
+    ]
+    transforms = [e.name for e in elements if not _compat.is_scope(e)]
+    own = [n for n in names if n not in _RECOMPUTED and not _is_mark(n)]
+    return Place(
+        "/".join(([outer.path] if outer.path else []) + own),
+        outer.backward or "transpose" in transforms,
+        outer.recomputed or _RECOMPUTATION in names,
+        outer.rewritten or REWRITTEN in names,
+        outer.full or FULL_PRECISION in names,
+    )
+
+
+def _is_mark(name: str) -> bool:
+    return name in (REWRITTEN, FULL_PRECISION)
+
+
+class _FullPrecision:
+    """The context manager and decorator that `full_precision` returns.
+
+    It may be entered several times, inside itself as well.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        scope = jax.named_scope(FULL_PRECISION)
+        scope.__enter__()
+        self._entered.append(scope)
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.pop().__exit__(*exc)
+
+    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return _in_full_precision(fun)
+
+
+def _in_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+    if not callable(fun):
+        raise TypeError(
+            "full_precision expected a function to decorate, got "
+            f"{fun!r}. Use `with full_precision():` around code that is traced."
+        )
+
+    # What a function carries is copied; the fields of a module are no business here.
+    @functools.wraps(fun, updated=("__dict__",) if inspect.isfunction(fun) else ())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(FULL_PRECISION):
+            return fun(*args, **kwargs)
+
+    return wrapped
+
+
+def full_precision(fun: Callable[..., Any] | None = None) -> Any:
+    """Keeps the original dtypes of everything that is traced inside.
+
+    For the one computation of a model that must not run in half precision, forward
+    and backward: a loss with a delicate cancellation, a solver, a metric. It wins over
+    `scopes`, `rules` and the table.
+
+    It is a name scope, so it has to be around code while that code is being traced:
+    inside the decorated function, not around a call of an already jitted one. Like
+    every name scope it is no part of `jax.jit`'s cache key.
+
+    Args:
+      fun: the function to decorate, or None for the context manager.
+
+    Returns:
+      The decorated function, or an object that is a context manager and a decorator.
+
+    Raises:
+      TypeError: if `fun` is no function.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_rewrite as jmpr
+      >>> @jmpr.mixed_precision("mixed_bfloat16")
+      ... def f(x, w):
+      ...     with jmpr.full_precision():
+      ...         logits = x @ w
+      ...     return logits @ w
+      >>> x = jnp.ones((2, 2))
+      >>> [str(e.invars[0].aval.dtype) for e in jax.make_jaxpr(f)(x, x).eqns
+      ...  if e.primitive.name == "dot_general"]
+      ['float32', 'bfloat16']
+    """
+    return _FullPrecision() if fun is None else _in_full_precision(fun)
+
+
+def matched(policy: Policy, paths: Iterable[str]) -> frozenset[str]:
+    """Returns the patterns of a policy that are found in one of these scope paths."""
+    if not policy.scopes:
+        return frozenset()
+    distinct = set(paths)
+    return frozenset(
+        pattern
+        for pattern in policy.scopes
+        if any(map(re.compile(pattern).search, distinct))
+    )
+
+
+class _Same:
+    """A policy as a key of a cache, equal to itself alone."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def __hash__(self) -> int:
+        return id(self.policy)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.policy is other.policy
+
+
+@functools.lru_cache(maxsize=64)
+def _settled(policy: _Same) -> set[str]:
+    """Returns the patterns that matched something, or that were reported, until now."""
+    return set()
+
+
+def report_unused(policy: Policy, used: frozenset[str]) -> None:
+    """Warns once of each pattern of a policy object's `scopes` that matched nothing.
+
+    Args:
+      policy: the policy. What matched in one program is not missed in the next, as a
+        train step and an evaluation share a policy.
+      used: the patterns that matched something in this program.
+    """
+    if not policy.scopes:
+        return
+    settled = _settled(_Same(policy))
+    unused = [p for p in policy.scopes if p not in used and p not in settled]
+    settled.update(policy.scopes)
+    for pattern in unused:
+        warnings.warn(
+            f"expected the pattern {pattern!r} of scopes to be in a name scope or "
+            "in a parameter's path, but it matched nothing: look at the names that "
+            "jax.make_jaxpr(...).pretty_print(name_stack=True) shows, or set one with "
+            "jax.named_scope",
+            stacklevel=_user_level(),
+        )
+
+
+_OWN = pathlib.Path(__file__).parents[1]
+_NOT_USER = (str(_OWN), str(pathlib.Path(jax.__file__).parent))
+
+
+def _user_level() -> int:
+    """Returns the `stacklevel` of the innermost frame of neither this library nor JAX.
+
+    `warnings.warn(skip_file_prefixes=...)` does it from Python 3.12 on.
+    """
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_USER):
+        level, frame = level + 1, frame.f_back
+    return level

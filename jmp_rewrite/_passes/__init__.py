@@ -1,0 +1,1 @@
+"""Helps single compilers to make the most of a rewritten program."""

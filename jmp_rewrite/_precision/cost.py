@@ -1,0 +1,532 @@
+"""What a placement costs: which values are written to memory, and their bytes.
+
+A compiler fuses arithmetic, so most values of a program exist in registers alone, where
+half precision saves nothing and loses digits. Bytes move where a value is *stored*:
+
+- operands and results of matrix products, and results of what no compiler fuses with
+  its readers (gathers, scatters, sorts, sums, windows, what loops hand on);
+- a value that a later kernel reads, if it is costly (`exp`, `tanh`) or made of several
+  stored values. One that is cheaply made of a single stored value is computed again:
+  a layer norm's `x - mean` from `x`, but not the sum of two streams, because two values
+  would have to be read in place of one.
+
+A stored element costs 4 bytes in float32, 2 in half, and 6 if a product wants it half
+while others read it in float32. Rounding costs accuracy: an eighth of a byte an element
+is less than any saving, so that what is stored is rounded, and nothing else is. All of
+it is counted as often as it runs.
+
+Sources: XLA duplicates a cheap producer into its consumers, never an expensive one
+(xla/service/instruction_fusion.cc, `IsExpensive`), and ends a fusion at a reduction or
+a product (its producers, and on TPUs its consumers, are fused). What was measured is in
+`benchmarks/NOTES.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_rewrite._graph.nodes import Graph, Node, Value, elements
+from jmp_rewrite._precision import train_state
+from jmp_rewrite._precision.pins import Pins
+from jmp_rewrite._precision.placement import Storage
+from jmp_rewrite._rules.table import Category
+
+FLOAT32_BYTES, HALF_BYTES = 4, 2
+ROUNDINGS_PER_BYTE = 8
+# A reduction by less than this is no statistic, but a large value itself.
+SMALL = 8
+
+REDUCTIONS = frozenset(
+    {
+        "argmax",
+        "argmin",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_sum",
+    }
+)
+
+# Arithmetic that compilers do not do twice.
+COSTLY = frozenset(
+    {
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "cos",
+        "cosh",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "logistic",
+        "pow",
+        "sin",
+        "sinh",
+        "tan",
+        "tanh",
+    }
+)
+# Of these, those of which a rounded result is as good as any: it is used as a factor,
+# while differences of logarithms are taken, and exponentials of them.
+ACTIVATIONS = frozenset(
+    {"cos", "erf", "erfc", "exp", "exp2", "logistic", "sin", "tanh"}
+)
+# Of the costly ones, what XLA:GPU does twice after all (`benchmarks/NOTES.md`, 24).
+REMADE_ON_GPU = frozenset({"logistic"})
+# From this many kernels on, XLA:GPU stores what it could compute again in each (there,
+# 23: a norm is five; a GELU is three, where it does not).
+MANY_KERNELS = 4
+# And what is made of several stored values, read for statistics along different axes:
+# from this many kernels on (there, 32).
+SEVERAL_KERNELS = 3
+# What compilers do not fuse with its readers.
+ENDS_KERNEL = frozenset(
+    {
+        "approx_top_k",
+        "argmax",
+        "argmin",
+        "carry_in",
+        "carry_out",
+        "cumlogsumexp",
+        "cummax",
+        "cummin",
+        "cumprod",
+        "cumsum",
+        "gather",
+        "join",
+        "psum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_sum",
+        "reduce_window_max",
+        "reduce_window_min",
+        "reduce_window_sum",
+        "scatter",
+        "scatter-add",
+        "scatter-max",
+        "scatter-min",
+        "scatter-mul",
+        "select_and_gather_add",
+        "select_and_scatter_add",
+        "sort",
+        "stack_out",
+        "top_k",
+    }
+)
+
+
+def storage(graph: Graph, pins: Pins) -> Storage:
+    """Returns what it costs to store each value of a program in half or in float32."""
+    stored = _stored(graph, pins)
+    returned = frozenset(v.node for v in graph.results)
+    statistics = _statistics(graph, pins)
+    only_products = _read_alone(graph, pins, set())
+    factors = _read_alone(graph, pins, _weighed(graph, pins))
+    activations = _activations(graph, pins)
+    made = train_state.made_by_products(pins.categories, graph.consumers())
+    prepared = _prepared_for_loops(graph, pins, made)
+    may, saved, edges = [], [], []
+    ties = [pair for loop in graph.loops for pair in loop.carries]
+    for node in graph.nodes:
+        index, rounding = node.index, _price(node.avals, node.trips)
+        free = pins.may_round(index)
+        # An argument's values are rounded for products alone: a loss reads the target.
+        is_given = index in pins.moved or _moves_data(node, pins, made)
+        is_kept = is_given and index not in only_products
+        keeps = is_kept or index in statistics or index in pins.emits_full
+        keeps |= index in prepared
+        if node.name == "stack_out":
+            source = node.inputs[0].node
+            origin = _moved(source, graph, pins)
+            if pins.may_round(origin):
+                ties.append((source, index))
+            elif index not in factors and origin not in activations:
+                keeps = True
+        may.append(free and not keeps)
+        saving = _saving(node, graph, pins, stored[index], index in returned)
+        if moves_exactly(node, pins):
+            for value in node.inputs:
+                if value.node >= 0:
+                    price = _price([value.aval], node.trips)
+                    edges.append((value.node, index, price))
+        elif pins.categories[index] is not Category.ALLOW:
+            saving -= rounding
+        if index in pins.moved and may[-1]:
+            saving += rounding  # products share the argument's rounded copy
+        saved.append(saving)
+    return Storage(saved, edges, may, ties)
+
+
+def _statistics(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what is computed from reductions alone: means, variances, maxima.
+
+    They are small, and much is computed from each of them.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        size = elements(node.avals)
+        if node.name in REDUCTIONS:
+            before = max((elements([v.aval]) for v in node.inputs), default=0)
+            is_statistic = before >= SMALL * size
+        elif pins.categories[node.index] is Category.ALLOW:
+            is_statistic = False
+        else:
+            large = [v for v in node.inputs if _has_to_be_read(v, size)]
+            is_statistic = bool(large) and all(v.node in found for v in large)
+        if is_statistic:
+            found.add(node.index)
+    return found
+
+
+def _moves_data(node: Node, pins: Pins, made: set[int]) -> bool:
+    """Tells what moves data that a forward pass has prepared without a product.
+
+    Like an argument's, its numbers are no activations: the coefficients of a spline.
+    """
+    is_forward = not node.place.backward or node.place.recomputed
+    is_data = any(v.made_of_data for v in node.inputs)
+    is_ours = is_forward and is_data and node.index not in made
+    return is_ours and moves_exactly(node, pins)
+
+
+def _prepared_for_loops(graph: Graph, pins: Pins, made: set[int]) -> set[int]:
+    """Returns what no product made and a loop reads: times, coefficients, first states.
+
+    A solver takes differences of times, and sums of coefficients that cancel, in each
+    iteration. What products alone read in there is left out.
+    """
+    found: set[int] = set()
+    if not graph.loops:
+        return found
+    loops = _innermost_loops(graph)
+    bodies = [frozenset(x.nodes) for x in graph.loops]
+    for node in reversed(graph.nodes):
+        index, loop = node.index, loops[node.index]
+        reads_full = not reads_half(index, pins)
+        if node.name == "carry_in":
+            reads_full = not pins.may_round(index)
+        for source in _sources(node):
+            if source in made:
+                continue
+            enters = loop >= 0 and source not in bodies[loop]
+            if (enters and reads_full) or (
+                index in found and moves_exactly(node, pins)
+            ):
+                found.add(source)
+    return found
+
+
+def _activations(graph: Graph, pins: Pins) -> set[int]:
+    """Returns activation functions' results, their products, and what one makes.
+
+    A stack of these may be rounded where they themselves stay float32 (an LSTM's output
+    is carried). What activation functions are taken of may not: the scores of a CRF are
+    carried, and a backward pass takes the exponential of their differences.
+    """
+    if pins.half == np.float16:  # states may be larger than float16's largest number
+        return set()
+    found: set[int] = set()
+    for node in graph.nodes:
+        size = elements(node.avals)
+        large = [v for v in node.inputs if _has_to_be_read(v, size)]
+        follows = (len(large) == 1 or node.name == "mul") and all(
+            v.node in found for v in large
+        )
+        ends = pins.categories[node.index] is Category.ALLOW or node.name in COSTLY
+        if node.name in ACTIVATIONS or (large and follows and not ends):
+            found.add(node.index)
+    return found
+
+
+def _moved(node: int, graph: Graph, pins: Pins) -> int:
+    """Returns what computes, or carries, the numbers that a node only moves."""
+    while moves_exactly(graph.nodes[node], pins):
+        sources = [v.node for v in graph.nodes[node].inputs]
+        if len(sources) != 1 or sources[0] < 0 or graph.nodes[node].eqn is None:
+            break
+        (node,) = sources
+    return node
+
+
+def moves_exactly(node: Node, pins: Pins) -> bool:
+    """Tells what computes no new numbers: half operands make an exact half result."""
+    return (
+        pins.categories[node.index] is Category.CLEAR and node.index not in pins.lossy
+    )
+
+
+def _price(avals: Sequence[Any], trips: int) -> int:
+    return max(1, elements(avals) * trips // ROUNDINGS_PER_BYTE)
+
+
+def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) -> int:
+    """Returns the bytes that a half result of a node saves."""
+    readers = graph.consumers()[node.index]
+    products = [r for r in readers if reads_half(r, pins)]
+    half = full = 0
+    if stored or 0 < len(products) < len(readers):
+        half, full = HALF_BYTES, FLOAT32_BYTES
+    if products:
+        half, full = HALF_BYTES, full + HALF_BYTES
+    if returned:
+        half, full = half + FLOAT32_BYTES, max(full, FLOAT32_BYTES)
+    return (full - half) * elements(node.avals) * node.trips
+
+
+def reads_half(node: int, pins: Pins) -> bool:
+    """Tells a product of half operands."""
+    return pins.categories[node] is Category.ALLOW and pins.full[node] is None
+
+
+def _read_alone(graph: Graph, pins: Pins, others: set[int]) -> set[int]:
+    """Returns what products and `others` read, or what moves it there, alone."""
+    consumers = graph.consumers()
+    returned = {v.node for v in graph.results}
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        readers = consumers[node.index]
+        if readers and node.index not in returned:
+            if all(
+                reads_half(r, pins)
+                or r in others
+                or (r in found and moves_exactly(graph.nodes[r], pins))
+                for r in readers
+            ):
+                found.add(node.index)
+    return found
+
+
+def _weighed(graph: Graph, pins: Pins) -> set[int]:
+    """Returns the multiplications of cotangents in a backward pass.
+
+    A rounded factor changes them by as much as it was rounded, and so all that follows
+    up to the next product or sum, if that is linear: no exponential of a difference.
+    """
+    if pins.half == np.float16:  # states may be larger than float16's largest number
+        return set()
+
+    def ends(node: int) -> bool:
+        is_product = pins.categories[node] is Category.ALLOW
+        return is_product or graph.nodes[node].name in REDUCTIONS
+
+    costly = [n.index for n in graph.nodes if n.name in COSTLY]
+    curved = train_state.leads_to_product(costly, graph.predecessors(), ends)
+    return {
+        n.index
+        for n in graph.nodes
+        if n.name == "mul"
+        and n.place.backward
+        and not n.place.recomputed
+        and n.index not in curved
+    }
+
+
+def _stored(graph: Graph, pins: Pins) -> list[bool]:
+    """Tells for each node whether its result is written to memory.
+
+    What a node of a later level reads is needed again, and so is its anchor, from which
+    it is computed.
+    """
+    stored = _ends_kernel(graph, pins)
+    loops = _innermost_loops(graph)
+    anchors = _anchors(graph, stored)
+    levels = _levels(graph, stored)
+    needed: set[int | None] = set()
+    for node in graph.nodes:
+        for source in _sources(node):
+            if loops[source] != loops[node.index]:
+                needed.add(source)  # passed into a loop, or stacked by one
+            elif levels[node.index] > levels[source] + stored[source]:
+                if not stored[node.index]:
+                    needed.add(anchors[source])
+    if not pins.whole_step:
+        # The backward pass has yet to be made, and may need any of them again. But the
+        # derivatives of costly functions use their own result, before it is rounded.
+        needed.update(anchors)
+        needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
+    else:
+        needed |= _bottlenecks(graph, pins, anchors, stored, levels)
+        needed |= _read_by_several(graph, anchors, stored, levels)
+    for index in needed:
+        if index is not None:
+            stored[index] = True
+    return stored
+
+
+def _ends_kernel(graph: Graph, pins: Pins) -> list[bool]:
+    return [
+        n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
+        for n in graph.nodes
+    ]
+
+
+def _sources(node: Node) -> list[int]:
+    """Returns the nodes whose results a node reads, or of whose bits it is made."""
+    found = [v.node for v in node.inputs if v.node >= 0]
+    if node.of_bits is not None and node.of_bits >= 0:
+        found.append(node.of_bits)
+    return found
+
+
+def _levels(graph: Graph, stored: Sequence[bool]) -> list[int]:
+    """Returns for each node how many kernels end before it."""
+    levels = [0] * len(graph.nodes)
+    for node in graph.nodes:
+        after = (levels[s] + stored[s] for s in _sources(node))
+        levels[node.index] = max(after, default=0)
+    return levels
+
+
+def _bottlenecks(
+    graph: Graph,
+    pins: Pins,
+    anchors: Sequence[int | None],
+    stored: Sequence[bool],
+    levels: Sequence[int],
+) -> set[int]:
+    """Returns what all readers of a stored value read in its place, if they are many.
+
+    A norm is five kernels on a GPU: the statistics, the result, and three of the
+    backward pass. If a bias or a shift is added to a product before it, XLA does not
+    add it in each of them, but once, and stores the sum beside the product, or in its
+    place: in float32, unless it is rounded. What is joined to it, if that is small (a
+    token for the class), and what moves it, are on the way.
+    """
+    consumers, loops = graph.consumers(), _innermost_loops(graph)
+    sizes = [elements(n.avals) for n in graph.nodes]
+
+    def is_remade(index: int, size: int) -> bool:
+        node = graph.nodes[index]
+        is_one = len(node.avals) == 1 and size <= sizes[index] < 2 * size
+        return is_one and not stored[index] and node.name not in COSTLY
+
+    def follows(index: int, source: int) -> bool:
+        size = sizes[source]
+        inputs = graph.nodes[index].inputs
+        large = sum(_has_to_be_read(v, size) for v in inputs)
+        same_loop = loops[index] == loops[source]
+        return same_loop and large == 1 and is_remade(index, size)
+
+    found: set[int] = set()
+    for node in graph.nodes:
+        last = computed = node.index
+        if pins.categories[last] is not Category.ALLOW or len(node.avals) != 1:
+            continue
+        while len(consumers[last]) == 1 and follows(consumers[last][0], last):
+            (last,) = consumers[last]
+            if not moves_exactly(graph.nodes[last], pins):
+                computed = last
+        if computed == node.index or not pins.may_round(computed):
+            continue
+        kernels: set[int] = set()
+        seen, stack = {last}, [last]
+        while stack and len(kernels) < MANY_KERNELS:
+            for reader in consumers[stack.pop()]:
+                kernels.add(levels[reader])
+                is_same = anchors[reader] == node.index
+                if reader not in seen and is_same and is_remade(reader, sizes[last]):
+                    seen.add(reader)
+                    stack.append(reader)
+        if len(kernels) >= MANY_KERNELS:
+            found.add(computed)
+    return found
+
+
+def _read_by_several(
+    graph: Graph,
+    anchors: Sequence[int | None],
+    stored: Sequence[bool],
+    levels: Sequence[int],
+) -> set[int]:
+    """Returns what several kernels read, and is made of several stored values.
+
+    The cotangent of a norm behind a SiLU is one: made of what the next product hands
+    back and of the norm's operand, and read for the gradients of bias and scale, for
+    two statistics and for its own result. Sums along different axes are kernels of
+    their own on a GPU, and there XLA stores it: in float32, unless it is rounded.
+    """
+    consumers = graph.consumers()
+    found: set[int] = set()
+    for node in graph.nodes:
+        made = node.index
+        if anchors[made] != made or stored[made] or node.name in COSTLY:
+            continue
+        kernels: set[tuple[Any, ...]] = set()
+        seen, stack = {made}, [made]
+        while stack:
+            for reader in consumers[stack.pop()]:
+                reads = graph.nodes[reader]
+                if reads.name in REDUCTIONS and reads.eqn is not None:
+                    axes = reads.eqn.params.get("axes")
+                    kernels.add((reads.name, axes, levels[reader]))
+                elif anchors[reader] != made:
+                    kernels.add((levels[reader],))
+                elif reader not in seen:
+                    seen.add(reader)
+                    stack.append(reader)
+        if len(kernels) >= SEVERAL_KERNELS:
+            found.add(made)
+    return found
+
+
+def _innermost_loops(graph: Graph) -> list[int]:
+    """Returns for each node the loop that it stands in; -1 if none."""
+    inside = [-1] * len(graph.nodes)
+    by_size = sorted(enumerate(graph.loops), key=lambda x: -len(x[1].nodes))
+    for number, loop in by_size:
+        for node in loop.nodes:
+            inside[node] = number
+    return inside
+
+
+def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:
+    """Returns for each node the one node from which it is cheaply computed again.
+
+    That is the node itself if it is stored, costly, or made of several values of its
+    size; None if it is made of an argument, or of small values.
+    """
+    anchors: list[int | None] = [None] * len(graph.nodes)
+    for node in graph.nodes:
+        size = elements(node.avals)
+        found = {
+            -2 - v.argument if v.node < 0 else anchors[v.node]
+            for v in node.inputs
+            if _has_to_be_read(v, size)
+        } - {None}
+        if stored[node.index] or node.name in COSTLY or len(found) > 1:
+            anchors[node.index] = node.index
+        else:
+            anchor = next(iter(found), None)
+            is_node = anchor is not None and anchor >= 0
+            anchors[node.index] = anchor if is_node else None
+    return anchors
+
+
+def large_inputs(node: Node) -> list[int]:
+    """Returns the nodes of a node's operands, less those that are small beside it.
+
+    -1 stands for an argument.
+    """
+    size = elements(node.avals)
+    return [v.node for v in node.inputs if _has_to_be_read(v, size)]
+
+
+def _has_to_be_read(value: Value, size: int) -> bool:
+    if value.constant is not None or not value.made_of_data:
+        return False
+    return 2 * elements([value.aval]) >= size

@@ -1,0 +1,1 @@
+"""Which primitive runs in which precision: data."""

@@ -1,0 +1,86 @@
+"""Source lines are those of the user, whoever traced a library's function first."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.extend import core as jex
+
+from jmp_rewrite._diagnose.lines import Line, line_of
+
+
+def lines_of(fun, *args):
+    """Returns (primitive, depth, line) for each equation, everywhere inside."""
+    found = []
+
+    def walk(jaxpr, calls):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            found.append((eqn.primitive.name, len(calls), line_of(eqn, calls)))
+            for inner in jex.jaxprs_in_params(eqn.params):
+                walk(inner, (*calls, eqn))
+
+    walk(jax.make_jaxpr(fun)(*args), ())
+    return found
+
+
+def number_of(fun, marker):
+    """Returns the number of the line of a function that ends with a marker."""
+    lines, first = inspect.getsourcelines(fun)
+    (number,) = [i for i, text in enumerate(lines, first) if text.endswith(marker)]
+    return number
+
+
+X = jnp.ones((3, 4))
+
+
+def two_variances(x):
+    a = jnp.var(x, axis=-1)  # one
+    b = jnp.var(x, axis=-1)  # two
+    return a + b
+
+
+def test_a_shared_jaxpr_has_the_line_of_each_call():
+    lines = [
+        line.number for name, _, line in lines_of(two_variances, X) if name == "square"
+    ]
+    expected = [number_of(two_variances, f"# {n}\n") for n in ("one", "two")]
+    assert lines == expected
+
+
+def test_in_the_backward_pass_too():
+    found = lines_of(jax.grad(lambda x: two_variances(x).sum()), X)
+    inside = {line.number for _, depth, line in found if depth}
+    expected = {number_of(two_variances, f"# {n}\n") for n in ("one", "two")}
+    assert inside == expected
+
+
+@jax.jit
+def own(x):
+    return jnp.sin(x)  # sine
+
+
+def body(carry, x):
+    return carry + jnp.std(x), jnp.cos(x)  # cosine
+
+
+def calls_own(x):
+    carry, ys = lax.scan(body, jnp.float32(0), x)
+    return own(x) + own(ys) + carry
+
+
+def test_the_users_own_functions_have_their_own_lines():
+    found = lines_of(calls_own, X)
+    assert {line for name, _, line in found if name == "sin"} == {
+        Line(__file__, number_of(own.__wrapped__, "# sine\n"), "own")
+    }
+    (cosine,) = [line for name, _, line in found if name == "cos"]
+    (deviation,) = [line for name, _, line in found if name == "sqrt"]
+    assert cosine == deviation == Line(__file__, cosine.number, "body")
+    assert cosine.number == number_of(body, "# cosine\n")
+
+
+@pytest.mark.parametrize("line", [Line("/a/model.py", 41, "f"), Line()])
+def test_lines_are_printed_short(line):
+    assert str(line) in ("model.py:41", "an unknown line")

@@ -1,0 +1,319 @@
+"""The run in lockstep computes what both programs compute by themselves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import arrays, relative_error
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from programs import BY_NAME, PROGRAMS, W, mesh, normal
+
+from jmp_rewrite import _compat, _transform
+from jmp_rewrite._diagnose import lockstep as _lockstep
+from jmp_rewrite._diagnose import lockstep_loops
+from jmp_rewrite._diagnose.evaluate import evaluate
+from jmp_rewrite._diagnose.findings import findings_of
+from jmp_rewrite._diagnose.float32 import in_float32
+from jmp_rewrite._diagnose.lockstep_calls import HANDLERS
+from jmp_rewrite._emit import program as _rewrite
+from jmp_rewrite._passes import on_device
+from jmp_rewrite._policy import Policy
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
+
+# What one `jit` fuses, XLA:CPU may round in another place, in the last bit of float32.
+FUSED = 1e-6
+# These hold a scan that one of the programs compiles as a whole. In a loop the `tanh`
+# of `map` differs in its last bit, unless LLVM optimizes.
+COMPILED = {"epoch", "lstm", "map", "step_adam"}
+# What these hold is compiled as a whole, and XLA:CPU leaves out roundings, unless told.
+ROUNDED_LESS = {"epoch", "fori", "jit", "lstm", "pmap"}
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax promotes integers to floats, which strict promotion forbids."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def rounded_on_cpus(monkeypatch):
+    """What is diagnosed is what accelerators run: a CPU reads some values unrounded."""
+    monkeypatch.setattr(on_device, "unrounded", lambda rounded, exact: rounded)
+
+
+def lockstep(fun, args, policy="mixed_bfloat16", rounded_less=False):
+    """Returns the results of both programs, those expected, and the findings."""
+    traced = _transform.trace_call(fun, args, {})
+    plan = _transform.decide_traced(traced, Policy(policy))
+    consts = _compat.constants(traced.closed)
+    pairs, run = _lockstep.run(plan, HANDLERS, consts, traced.arrays)
+    rewritten = as_written(plan, consts, traced.arrays, rounded_less)
+    original = evaluate(traced.closed, traced.arrays, in_float32)
+    findings, _ = findings_of(run, [None] * len(traced.arrays))
+    return pairs, rewritten, original, findings
+
+
+def as_written(plan, consts, args, rounded_less):
+    """Runs the rewritten program with all of its roundings."""
+    rewritten = functools.partial(_rewrite.run, plan, consts)
+    if not rounded_less:
+        return rewritten(args)
+    options = {"xla_allow_excess_precision": False}
+    return jax.jit(rewritten).lower(args).compile(compiler_options=options)(args)
+
+
+def same(xs, ys, is_compiled):
+    if is_compiled:
+        assert relative_error(arrays(xs), arrays(ys)) < FUSED
+        return
+    for x, y in zip(xs, ys, strict=True):
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=repr)
+def test_both_programs(program):
+    pairs, rewritten, original, findings = lockstep(
+        program.fun, program.args(), rounded_less=program.name in ROUNDED_LESS
+    )
+    is_compiled = program.name in COMPILED
+    same([p.value for p in pairs], rewritten, is_compiled)
+    same([p.reference for p in pairs], original, is_compiled)
+    assert all(0 <= f.error < 2 for f in findings)
+    assert all(i < f.index for f in findings for i in f.reads)
+
+
+def test_float16_too():
+    for name in ("attention", "rnn", "step_momentum"):
+        program = BY_NAME[name]
+        pairs, rewritten, original, _ = lockstep(
+            program.fun, program.args(), "mixed_float16"
+        )
+        same([p.value for p in pairs], rewritten, False)
+        same([p.reference for p in pairs], original, False)
+
+
+def test_the_reference_knows_no_half():
+    """What the program makes half itself is float32 in the reference."""
+
+    def fun(x, w):
+        h = (x.astype(jnp.float16) @ w.astype(jnp.float16)) * jnp.float16(3)
+        return h.astype(jnp.float32) + jnp.float32(1)
+
+    x, w = normal(4, W), normal(W, W)
+    pairs, *_ = lockstep(fun, (x, w))
+    expected = jnp.asarray(x) @ w * np.float32(3) + np.float32(1)
+    np.testing.assert_array_equal(pairs[0].reference, expected)
+    assert pairs[0].error > 1e-4
+
+
+def long_scan(x, w):
+    def body(h, u):
+        return jnp.tanh(h @ w + u), (h @ w).sum()
+
+    return lax.scan(body, x, jnp.stack([x * np.float32(i) for i in range(5)]))
+
+
+def backwards(x, w):
+    def body(h, u):
+        return jnp.tanh(h @ w + u), h
+
+    return lax.scan(body, x, jnp.stack([x] * 5), reverse=True)
+
+
+def converging(x, w):
+    def goes_on(state):
+        i, h = state
+        return (i < 9) & (jnp.abs(h).max() > np.float32(0.2))
+
+    return lax.while_loop(goes_on, lambda s: (s[0] + 1, s[1] @ w), (0, x))
+
+
+def branching(x, w):
+    def body(h, i):
+        arms = [lambda h: h @ w, lambda h: jnp.tanh(h) @ w, lambda h: h]
+        return lax.switch(i % 3, arms, h), None
+
+    return lax.scan(body, x, jnp.arange(5))[0]
+
+
+def nested(x, w):
+    def inner(h, _):
+        return jnp.tanh(h @ w), None
+
+    def outer(h, _):
+        return lax.scan(inner, h, None, length=3)[0], h.sum()
+
+    return lax.scan(outer, x, None, length=4)
+
+
+@pytest.mark.parametrize("few", [0, 2, 64], ids=["compiled", "both", "by equation"])
+@pytest.mark.parametrize("loop", [long_scan, backwards, converging, branching, nested])
+def test_loops(monkeypatch, few, loop):
+    """A loop is run equation by equation or compiled, with the same numbers."""
+    monkeypatch.setattr(lockstep_loops, "_FEW", few)
+    x, w = normal(4, W), normal(W, W, scale=0.3)
+    pairs, rewritten, original, findings = lockstep(loop, (x, w), rounded_less=True)
+    assert relative_error([p.value for p in pairs], rewritten) < FUSED
+    assert relative_error([p.reference for p in pairs], original) < FUSED
+    inside = [f for f in findings if f.iteration]
+    assert inside
+    assert all(f.counts.size for f in inside)
+
+
+@pytest.mark.parametrize("few", [0, 64])
+def test_iterations_are_counted_from_the_front(monkeypatch, few):
+    """The iteration is an index into `xs`, in whichever order they are gone through."""
+    monkeypatch.setattr(lockstep_loops, "_FEW", few)
+
+    def fun(w, xs, reverse):
+        def body(c, x):
+            return c, (jnp.square(x) @ w).sum()
+
+        return lax.scan(body, jnp.float32(0), xs, reverse=reverse)[1]
+
+    xs = jnp.ones((6, 4, W)).at[2].set(500)
+    for reverse in (False, True):
+        *_, findings = lockstep(
+            lambda w, xs, r=reverse: fun(w, xs, r), (jnp.eye(W), xs), "mixed_float16"
+        )
+        (spoilt,) = [f for f in findings if f.overflowed]
+        assert spoilt.iteration == (2,) and spoilt.primitive == "square"
+        assert spoilt.overflowed == 4 * W
+
+
+def sharded(fun, ins, outs):
+    return jax.shard_map(fun, mesh=mesh(), in_specs=ins, out_specs=outs)
+
+
+SHARDED = {
+    "sum": sharded(lambda x, w: lax.psum(jnp.tanh(x @ w) @ w, "i"), (P("i"), P()), P()),
+    "scan": sharded(
+        lambda x, w: lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0],
+        (P("i"), P()),
+        P("i"),
+    ),
+    "cond": sharded(
+        lambda x, w: lax.cond(
+            (x @ w).sum() > 0, lambda h: h @ w, lambda h: h - np.float32(1), x @ w
+        ),
+        (P("i"), P()),
+        P("i"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards(name):
+    x, w = normal(4, W), normal(W, W)
+    pairs, rewritten, original, findings = lockstep(
+        SHARDED[name], (x, w), rounded_less=True
+    )
+    assert relative_error([p.value for p in pairs], rewritten) < FUSED
+    assert relative_error([p.reference for p in pairs], original) < FUSED
+    (product,) = [f for f in findings if f.primitive == "dot_general" and f.counts][:1]
+    assert product.counts.size in (4 * W, 3 * 4 * W)  # all devices, all iterations
+
+
+def test_two_branches():
+    """Where the programs part, each goes its own way and the finding says so."""
+
+    def fun(x, threshold):
+        h = (x @ x).sum()
+        return lax.cond(h > threshold, lambda x: x @ x, lambda x: -(x @ x), x)
+
+    x = jnp.full((W, W), 1.001, jnp.float32)
+    exact = float((x @ x).sum())
+    half = float(sum(np.asarray(x.astype("bfloat16") @ x.astype("bfloat16")).flat))
+    pairs, rewritten, original, findings = lockstep(
+        fun, (x, jnp.float32((exact + half) / 2))
+    )
+    same([p.value for p in pairs], rewritten, False)
+    same([p.reference for p in pairs], original, False)
+    (parted,) = [f for f in findings if f.kind == "branches"]
+    assert parted.error == 1 and pairs[0].error == 1
+
+
+@pytest.mark.parametrize("few", [0, 64])
+def test_two_exits(monkeypatch, few):
+    """Each program leaves a loop when it wants to."""
+    monkeypatch.setattr(lockstep_loops, "_FEW", few)
+
+    def fun(x):
+        def goes_on(state):
+            i, h = state
+            return (h[0, 0] < np.float32(2.0)) & (i < 2000)
+
+        return lax.while_loop(
+            goes_on,
+            lambda s: (s[0] + 1, s[1] + (s[1] @ x) / np.float32(1000)),
+            (0, x[:4]),
+        )
+
+    x = jnp.eye(W, dtype=jnp.float32) * np.float32(1.003)
+    pairs, rewritten, original, findings = lockstep(fun, (x,))
+    assert int(pairs[0].value) == int(rewritten[0])
+    assert int(pairs[0].reference) == int(original[0]) != int(rewritten[0])
+    assert relative_error([p.value for p in pairs[1:]], rewritten[1:]) < FUSED
+    assert relative_error([p.reference for p in pairs[1:]], original[1:]) < FUSED
+    (parted,) = [f for f in findings if f.kind == "branches"]
+    assert parted.error == 1
+
+
+def test_effects_happen_in_one_program_only():
+    seen = []
+
+    def fun(x):
+        h = x @ x
+        jax.debug.callback(lambda v: seen.append(v.dtype), h)
+        return h
+
+    traced = _transform.trace_call(fun, (jnp.eye(4),), {})
+    plan = _transform.decide_traced(traced, Policy("mixed_bfloat16"))
+    _lockstep.run(plan, HANDLERS, _compat.constants(traced.closed), traced.arrays)
+    jax.effects_barrier()
+    assert seen == [np.float32]
+
+
+def test_what_is_the_same_is_computed_once():
+    """Where nothing was rounded yet both programs share one array."""
+
+    def fun(x, w):
+        mask = jnp.tril(jnp.ones((4, 4), jnp.float32)) * jnp.exp(x).sum()
+        return mask, x @ w
+
+    pairs, *_ = lockstep(fun, (normal(4, 4), normal(4, 4)))
+    assert pairs[0].reference is pairs[0].value
+    assert pairs[1].reference is not pairs[1].value
+
+
+def test_memory_is_freed_after_the_last_use():
+    """At no time more values live than the jaxpr needs: not one a layer."""
+    alive = []
+
+    def fun(x, w):
+        for _ in range(20):
+            x = jnp.tanh(x @ w)
+            x = jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return x
+
+    def count(x):
+        alive.append(sum(a.nbytes for a in jax.live_arrays()))
+        return np.asarray(x)
+
+    x, w = jnp.ones((256, 256)), jnp.eye(256)
+    lockstep_only = functools.partial(_run_only, fun, (x, w))
+    lockstep_only()
+    # The 20 layers in two programs, kept, would be 40 arrays.
+    assert max(alive) - min(alive) < 8 * x.nbytes
+
+
+def _run_only(fun, args):
+    traced = _transform.trace_call(fun, args, {})
+    plan = _transform.decide_traced(traced, Policy("mixed_bfloat16"))
+    _lockstep.run(plan, HANDLERS, _compat.constants(traced.closed), traced.arrays)

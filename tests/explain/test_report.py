@@ -1,0 +1,453 @@
+"""How a report is shown: advice, text, HTML, picture."""
+
+from __future__ import annotations
+
+import html
+import html.parser
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from programs import BY_NAME, mlp, mlp_args
+
+import jmp_rewrite as jmpr
+from jmp_rewrite import Policy, explain
+from jmp_rewrite._explain.summary import fold, largest_full, scopes
+from jmp_rewrite._explain.text import render
+from jmp_rewrite._explain.units import bytes_text, flops_text
+
+
+@pytest.fixture(autouse=True)
+def optax_promotes():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def spec(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def tower(params, x, labels):
+    """A stack of layers with a softmax and a loss, in scopes as Flax sets them."""
+    for i, (w, v) in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            with jax.named_scope("mlp"):
+                h = jnp.tanh(x @ w) @ v
+            with jax.named_scope("norm"):
+                x = (x + h) / jnp.sqrt(jnp.mean(jnp.square(x + h), -1, keepdims=True))
+    with jax.named_scope("head"):
+        logits = x @ params[0][0]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def tower_step(layers, width=64, batch=32, optimizer=None, scale=True):
+    """Returns a train step and the types of its arguments."""
+    tx = optimizer or jmpr.loss_scaling(optax.adam(1e-3))
+
+    def step(params, opt_state, x, labels):
+        def loss(params):
+            value = tower(params, x, labels)
+            return jmpr.scale_loss(value, opt_state) if scale else value
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    pair = spec(width, 4 * width), spec(4 * width, width)
+    params = [pair] * layers
+    state = jax.eval_shape(tx.init, params)
+    return step, (params, state, spec(batch, width), spec(batch, dtype=jnp.int32))
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A report on more than 10,000 equations."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        step, args = tower_step(120)
+        report = explain(step, "mixed_float16")(*args)
+    assert len(report.equations) > 10_000
+    return report
+
+
+# ---- advice
+
+
+def advice_on(fun, *args, policy="mixed_bfloat16"):
+    return "\n".join(explain(fun, policy)(*args).advice)
+
+
+LARGE = spec(4096, 4096)
+
+
+def test_a_good_program_needs_no_advice():
+    assert advice_on(jnp.matmul, LARGE, LARGE) == ""
+
+
+def test_advice_on_gradients_that_are_not_scaled():
+    step, args = tower_step(1, optimizer=optax.adam(1e-3), scale=False)
+    report = explain(step, "mixed_float16")(*args)
+    assert report.advice[0].startswith("Scale the loss: gradients below 6e-8 are zero")
+    scaled, args = tower_step(1)
+    for fun, policy in (
+        (scaled, "mixed_float16"),
+        (scaled, "mixed_bfloat16"),
+        (scaled, Policy("mixed_float16", loss_scale=None)),
+    ):
+        assert "Scale the loss" not in advice_on(fun, *args, policy=policy)
+    forward = advice_on(mlp, *mlp_args(), policy="mixed_float16")
+    assert "Scale the loss" not in forward
+
+
+def test_advice_on_a_softmax_in_half():
+    def fun(x, w):
+        return jax.nn.softmax((x @ w).astype(jnp.bfloat16)).astype(jnp.float32) @ w
+
+    line = fun.__code__.co_firstlineno + 1
+    found = advice_on(fun, LARGE, LARGE)
+    assert f"A softmax in bfloat16: exp at test_report.py:{line} computes" in found
+    policy = Policy("mixed_bfloat16", rules={"exp": "infer", "reduce_sum": "infer"})
+    assert "A softmax in bfloat16" in advice_on(
+        lambda x, w: jnp.exp(x @ w) @ w, LARGE, LARGE, policy=policy
+    )
+    assert "softmax" not in advice_on(
+        lambda x, w: jax.nn.softmax(x @ w) @ w, LARGE, LARGE
+    )
+
+
+def test_advice_on_a_loss_in_half():
+    def fun(x, w):
+        return jnp.max((x @ w).astype(jnp.bfloat16))
+
+    assert "A loss in half: reduce_max at test_report.py" in advice_on(
+        fun, LARGE, LARGE
+    )
+
+
+def test_advice_on_products_that_stay_float32():
+    def fun(x, w):
+        return jnp.matmul(x @ w, w, precision="highest")
+
+    line = fun.__code__.co_firstlineno + 1
+    assert (
+        f"50% of the operations of products stay float32, at test_report.py:{line}: "
+        "precision HIGHEST was asked for." in advice_on(fun, LARGE, LARGE)
+    )
+
+
+def test_advice_on_what_is_left_alone():
+    def fun(x, w):
+        for _ in range(5):
+            x = jax.pure_callback(lambda v: v, spec(4096, 4096), x @ w)
+        return x
+
+    found = advice_on(fun, LARGE, LARGE)
+    assert found.count("pure_callback at test_report.py") == 3
+    assert "2 more like it are in report.not_rewritten." in found
+
+
+def test_advice_on_what_was_not_used():
+    policy = Policy(
+        "mixed_bfloat16",
+        rules={"erf_inv": "allow", "tanh": "deny"},
+        scopes={"decoder/lm_head": "float32", "mlp": "float32"},
+    )
+    step, args = tower_step(1)
+    found = advice_on(step, *args, policy=policy)
+    assert "The rule for 'erf_inv' was not used" in found
+    assert "The scope 'decoder/lm_head' was not used" in found
+    assert "The rule for 'tanh'" not in found
+    assert "The scope 'mlp'" not in found
+
+
+def test_advice_on_small_products():
+    assert "The products are too small to gain: the largest has 512 FLOP" in advice_on(
+        mlp, *mlp_args()
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "sentence"),
+    [
+        (4096, ""),
+        (1000, "a dimension of 1000 misses multiples of 128 (TPU): pad it to 1024."),
+        (100, "a dimension of 100 misses multiples of 8 (GPU): pad it to 104."),
+        (
+            511,
+            "a dimension of 511 misses multiples of 8 (GPU) and 128 (TPU): pad it to "
+            "512.",
+        ),
+        (
+            50257,
+            "a dimension of 50257 misses multiples of 8 (GPU) and 128 (TPU): pad it to "
+            "50264 or 50304.",
+        ),
+    ],
+)
+def test_advice_on_dimensions(width, sentence):
+    def fun(x, w):
+        with jax.named_scope("lm_head"):
+            return x @ w
+
+    found = advice_on(fun, LARGE, spec(4096, width))
+    assert found == (f"lm_head: {sentence}" if sentence else "")
+
+
+def test_advice_on_features_of_convolutions():
+    def fun(x, k):
+        dn = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=dn)
+
+    assert advice_on(fun, spec(33, 56, 56, 64), spec(3, 3, 64, 64)) == ""
+    assert "a dimension of 60 misses" in advice_on(
+        fun, spec(32, 56, 56, 64), spec(3, 3, 64, 60)
+    )
+
+
+def test_only_the_worst_dimensions_are_listed():
+    def fun(x, *ws):
+        return [x @ w for w in ws]
+
+    found = advice_on(fun, LARGE, *(spec(4096, 4097 + 2 * i) for i in range(6)))
+    assert found.count("a dimension of") == 3
+    assert "a dimension of 4107" in found  # the largest
+    both = advice_on(fun, LARGE, spec(4096, 9000), spec(4096, 4097))
+    assert both.index("4097 misses") < both.index("9000 misses")  # GPU, then TPU
+    assert "3 more dimensions like these." in found
+
+
+def test_advice_on_a_larger_batch():
+    def loss(ws, x):
+        for w in ws:
+            x = x @ w
+        return x
+
+    args = [LARGE] * 4, LARGE
+    report = explain(loss, "mixed_bfloat16")(*args)
+    assert report.residual_bytes_before == 2 * report.residual_bytes
+    kept = bytes_text(report.residual_bytes), bytes_text(report.residual_bytes_before)
+    assert report.advice == [
+        f"{kept[0]} are kept for the backward pass instead of {kept[1]}: a batch twice "
+        "as large fits into the memory that float32 took."
+    ]
+
+
+# ---- tables
+
+
+def test_layers_that_differ_in_a_number_are_one_line():
+    names = ["a/h_0/fc", "a/h_1/fc", "a/h_2/fc", "a/ln_1", "a/ln_2", "b/c"]
+    assert [fold(names)[name] for name in names] == [
+        *["a/h_*/fc"] * 3,
+        "a/ln_1",
+        "a/ln_2",
+        "b/c",
+    ]
+    assert set(fold(["mlp", "mlp_1", "mlp_2"]).values()) == {"mlp_*"}
+    assert fold(["GPT", "GPT/h", "loss()"]) == {
+        "GPT": "GPT",
+        "GPT/h": "h",
+        "loss()": "loss()",
+    }
+    assert fold(["blocks/0", "blocks/1"])["blocks/0"] == "blocks/0"
+    assert set(fold(["model.py:1", "model.py:2", "model.py:3"])) == set(
+        fold(["model.py:1", "model.py:2", "model.py:3"]).values()
+    )
+
+
+def test_scopes_add_up(large):
+    found = scopes(large.equations, large.layers)
+    assert sum(s.flops for s in found) == large.flops
+    assert sum(s.casts for s in found) == large.casts
+    counted = [r for r in large.equations if r.category != "internal"]
+    assert sum(s.equations for s in found) == len(counted)
+    sizes = [s.bytes for s in found]
+    assert sizes == sorted(sizes, reverse=True)
+    mlps = next(s for s in found if s.name == "layer_*/mlp")
+    assert mlps.repeats == 120 and mlps.half_flops == mlps.flops > 0
+
+
+def test_the_largest_float32_values_come_first(large):
+    first, *rest = largest_full(large.equations, large.layers)
+    assert first.bytes >= rest[0].bytes
+    assert first.first.dtype == "float32"
+    assert first.times > 1 and first.value.startswith(f"{first.times} × f32[")
+    # Which are the very largest depends on how JAX's version derives a gelu.
+    assert {g.layer for g in [first, *rest]} >= {"layer_*/norm", "layer_*/mlp"}
+    assert "update" not in {g.first.phase for g in [first, *rest]}
+
+
+# ---- text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+@pytest.mark.parametrize("with_rich", [True, False])
+@pytest.mark.parametrize("which", ["large", "small"])
+def test_text_fits_its_width(which, with_rich, width, large, monkeypatch):
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    small = explain(mlp, "mixed_float16")(*mlp_args())
+    text = render(large if which == "large" else small, width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(lines) < 350
+    assert all(line == line.rstrip() for line in lines)
+    assert ("─" in text) == with_rich
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_text_says_what_matters(large, with_rich, monkeypatch):
+    danger = "full: downstream of reduce_sum at test_report.py"
+    assert any(row.reason.startswith(danger) for row in large.equations)
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    text = " ".join(render(large, 400).split())
+    for part in (
+        "step under Policy('mixed_float16')",
+        f"{large.half_flops:.1%} of {flops_text(large.flops)}",
+        f"{large.casts:,}, {bytes_text(large.cast_bytes)} read and written",
+        "Largest values that stay float32",
+        "layer_*/mlp",
+        "full: ",
+        "report.equations has",
+        *large.advice,
+    ):
+        assert part in text
+
+
+def test_a_small_program_is_printed_whole():
+    report = explain(mlp, "mixed_bfloat16")(*mlp_args())
+    text = render(report, 100)
+    assert "Equations, in program order" in text
+    names = [r.primitive for r in report.equations if r.category not in ("call",)]
+    table = text[text.index("Equations, in program order") :]
+    assert [w for w in re.findall(r"^ (\w+) +", table, re.M) if w in names] == names
+
+
+def test_text_is_the_same_every_time(run_python, large):
+    assert render(large, 100) == render(large, 100)
+    code = """
+import jax, jax.numpy as jnp, jmp_rewrite as jmpr
+x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+grad = jax.grad(lambda w, x: jnp.tanh(jax.nn.softmax(x @ w) @ w).sum())
+print(jmpr.explain(grad, "mixed_float16")(x, x))
+"""
+    one, other = (run_python("-c", code) for _ in range(2))
+    assert one.returncode == 0 and one.stdout == other.stdout != ""
+
+
+def test_rich_prints_a_report_in_color():
+    from rich.console import Console
+
+    console = Console(force_terminal=True, width=100, color_system="standard")
+    with console.capture() as captured:
+        console.print(explain(mlp, "mixed_bfloat16")(*mlp_args()))
+    assert "\x1b[32mhalf: matrix" in captured.get()
+
+
+def test_repr_is_short():
+    report = explain(mlp, "mixed_bfloat16")(*mlp_args())
+    assert repr(report) == "<Report on mlp under Policy('mixed_bfloat16')>"
+    assert "\x1b" not in str(report)
+
+
+# ---- HTML
+
+
+class Page(html.parser.HTMLParser):
+    """Collects what a page refers to, and its data."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.links += [v for k, v in attributes if k in ("src", "href", "action")]
+        if tag not in ("meta", "input", "br"):
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+
+
+def test_the_page_holds_all_rows_and_needs_no_network(large, tmp_path):
+    large.save_html(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.links == [] and page.open == []
+    assert not re.search(r"https?:|@import|url\(", text)
+    assert "{{" not in text
+    data = json.loads(page.scripts[0])
+    for n, row in enumerate(large.equations):
+        for name in ("primitive", "reason", "layer", "line", "kind"):
+            assert data["words"][name][data["rows"][name][n]] == getattr(row, name)
+        assert data["rows"]["bytes"][n] == row.bytes
+    assert len(text) < 100 * len(large.equations)
+
+
+def test_names_cannot_break_the_page():
+    evil = "</script><script>alert(1)</script><b>"
+
+    def fun(x, w):
+        with jax.named_scope(evil):
+            return x @ w
+
+    fun.__qualname__ = evil
+    report = explain(fun, "mixed_bfloat16")(spec(8, 8), spec(8, 8))
+    page = framed(report)
+    assert len(page.scripts) == 2 and page.open == []
+    data = json.loads(page.scripts[0])
+    assert any(evil.split("/")[-1] in name for name in data["words"]["scope"])
+
+
+def framed(report):
+    """Returns the page that a notebook shows in a frame."""
+    outer = report._repr_html_()
+    assert Page(outer).scripts == []
+    (inside,) = re.findall(r'srcdoc="([^"]*)"', outer)
+    return Page(html.unescape(inside))
+
+
+@pytest.mark.parametrize("name", ["integers", "already_half", "no_product", "epoch"])
+def test_odd_programs_can_be_shown(name):
+    report = explain(BY_NAME[name].fun, "mixed_bfloat16")(*BY_NAME[name].args())
+    assert framed(report).open == []
+    assert report.name in str(report)
+
+
+# ---- picture
+
+
+def test_the_picture_has_a_bar_a_scope(large):
+    figure = large.plot()
+    (axes,) = figure.axes
+    found = scopes(large.equations, large.layers)[:16]
+    labels = [t.get_text() for t in axes.get_yticklabels()]
+    assert labels == [s.title for s in found][::-1]
+    widths = {c.get_label(): [p.get_width() for p in c] for c in axes.containers}
+    assert widths == {
+        "half": [s.half for s in found][::-1],
+        "float32": [s.full for s in found][::-1],
+        "casts": [s.cast for s in found][::-1],
+    }
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report = explain(mlp, "mixed_bfloat16")(*mlp_args())
+    with pytest.raises(ImportError, match=r"pip install 'jmp_rewrite\[report\]'"):
+        report.plot()

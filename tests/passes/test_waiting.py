@@ -1,0 +1,149 @@
+"""What a GPU holds no longer, and in no more bytes, than it has to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import EPS, HALF, dtypes_in, eqns, relative_error, trace
+from programs import normal, weights
+
+from jmp_rewrite import _compat, diagnose, explain, mixed_precision
+from jmp_rewrite._passes import on_device
+
+POLICIES = sorted(HALF)
+
+
+def gradient_step(loss):
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    return step
+
+
+def u_shaped(params, x):
+    """A skip connection around three layers, joined to what comes out of them."""
+    first, *layers, last = params
+    skip = h = jnp.tanh(x @ first)
+    for w in layers:
+        h = jnp.tanh(h @ w)
+    joined = jnp.concatenate([h, skip], -1)
+    joined = joined * jax.lax.rsqrt(jnp.square(joined).mean(-1, keepdims=True) + 1e-3)
+    return jnp.square(joined @ last).mean()
+
+
+def u_shape():
+    shapes = [(16, 32), (32, 32), (32, 32), (32, 32), (64, 8)]
+    return weights(*shapes), normal(24, 16)
+
+
+def rotated(params, x):
+    """Halves that are read at once, as in rotary embeddings."""
+    first, last = params
+    a, b = jnp.split(x @ first, 2, -1)
+    h = jnp.concatenate([a * 0.6 - b * 0.8, a * 0.8 + b * 0.6], -1)
+    return jnp.square(h @ last).mean()
+
+
+def upsampled(params, x):
+    """Each row goes to two places, so its cotangents are added up."""
+    first, last = params
+    h = jnp.repeat(jnp.tanh(x @ first), 2, axis=0, total_repeat_length=48)
+    return jnp.square(h @ last).mean()
+
+
+def embedded(params, x):
+    table, last = params
+    tokens = jnp.arange(24) % 5
+    return jnp.square(jnp.tanh(table[tokens]) @ last + x[:, :8]).mean()
+
+
+def pair():
+    return weights((16, 32), (32, 8)), normal(24, 16)
+
+
+PROGRAMS = {
+    "u_shaped": (u_shaped, u_shape),
+    "rotated": (rotated, pair),
+    "upsampled": (upsampled, pair),
+    "embedded": (embedded, pair),
+}
+
+
+def restored(jaxpr):
+    """Returns the shapes of what is read from behind a barrier on GPUs alone."""
+    found = [e for e in eqns(jaxpr, "restore") if e.params["on"] == (on_device.GPU,)]
+    return [e.outvars[0].aval.shape for e in found]
+
+
+def test_a_waiting_cotangent_is_written_in_half():
+    step, args = gradient_step(u_shaped), u_shape()
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    parts = [e for e in eqns(jaxpr, "restore") if e.outvars[0].aval.shape == (24, 32)]
+    assert [str(e.outvars[0].aval.dtype) for e in parts] == ["bfloat16"] * 2
+
+
+def test_what_is_read_at_once_is_not():
+    step, args = gradient_step(rotated), pair()
+    assert restored(trace(mixed_precision(step, "mixed_bfloat16"), *args)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("upsampled", [(24, 32), (48, 32)]),  # zeros, and what is added to them
+        ("embedded", []),  # nothing waits for the gradient of a table
+    ],
+)
+def test_zeros_are_filled_when_something_is_added(name, shapes):
+    loss, arguments = PROGRAMS[name]
+    jaxpr = trace(mixed_precision(gradient_step(loss), "mixed_bfloat16"), *arguments())
+    sums = [dtypes_in(e)[0] for e in eqns(jaxpr, "scatter-add")]
+    assert sums.count("float32") == 1 and "bfloat16" not in sums
+    assert restored(jaxpr) == shapes
+    tied = [
+        [v.aval.shape for v in e.outvars] for e in eqns(jaxpr, "optimization_barrier")
+    ]
+    assert tied == ([[(), shapes[1]]] if shapes else [])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_gpu_computes_the_same(name, policy, monkeypatch):
+    loss, arguments = PROGRAMS[name]
+    step, args = gradient_step(loss), arguments()
+    here = jax.jit(mixed_precision(step, policy))(*args)
+    monkeypatch.setattr(_compat, "is_for", lambda context, on: on_device.GPU in on)
+    there = jax.jit(mixed_precision(step, policy))(*args)
+    change = [jax.tree.map(lambda a, w: a - w, x, args[0]) for x in (here, there)]
+    assert relative_error(*change) < EPS[policy]
+    plain = jax.jit(step)(*args)
+    exact = jax.tree.map(lambda a, w: a - w, plain, args[0])
+    assert relative_error(change[1], exact) < 8 * EPS[policy]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_is_mapped_and_differentiated(name):
+    loss, arguments = PROGRAMS[name]
+    step = mixed_precision(gradient_step(loss), "mixed_bfloat16")
+    params, x = arguments()
+    both = jax.jit(jax.vmap(step, (None, 0)))(params, np.stack([x, -x]))
+    for i, one in enumerate((x, -x)):
+        alone = jax.jit(step)(params, one)
+        same = jax.tree.map(lambda leaf, i=i: leaf[i], both)
+        assert relative_error(same, alone) < EPS["mixed_bfloat16"]
+
+    def norm(step):
+        return lambda x: sum(jnp.square(w).sum() for w in step(params, x))
+
+    found = jax.grad(norm(step))(x)
+    plain = jax.grad(norm(gradient_step(loss)))(x)
+    assert relative_error(found, plain) < 16 * EPS["mixed_bfloat16"]
+
+
+def test_it_is_reported():
+    step, args = gradient_step(u_shaped), u_shape()
+    report = explain(step, "mixed_bfloat16")(*args)
+    assert report.flops == explain(step, "float32")(*args).flops
+    diagnosis = diagnose(step, "mixed_bfloat16")(*args)
+    assert max(diagnosis.results.values()) < diagnosis.tolerance
