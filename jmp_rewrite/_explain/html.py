@@ -47,7 +47,7 @@ def page(report: Any) -> str:
         "footer": html.escape(f"jmp_rewrite, JAX {jax.__version__}"),
         "data": _data(report.equations),
     }
-    template = importlib.resources.files("jmp_rewrite").joinpath("report.html")
+    template = importlib.resources.files("jmp_rewrite._explain").joinpath("report.html")
     text = template.read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], text)
 
