@@ -6,6 +6,7 @@ a value for each variable: what was computed, and its cast copies once somebody 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from jmp_rewrite import _compat
 from jmp_rewrite._emit.casts import after_cast, narrow, scalar
 from jmp_rewrite._emit.demand import AS_HALF, Demand
+from jmp_rewrite._emit.products import float32_result
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
 from jmp_rewrite._passes import cpu_products, on_device
 from jmp_rewrite._passes.again import is_backward
@@ -286,6 +288,24 @@ class Emitter:
         values = self._half_operands(eqn, env, {})
         dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
         params = dict(eqn.params, preferred_element_type=dtype)
+        if action & Action.EMITS_FULL and not self.plan.pins.whole_step:
+            full = functools.partial(self._float32_product, entry, eqn, action)
+            return [Cell(float32_result(eqn, full, values))]
+        return self._product_of(entry, eqn, action, values, params)
+
+    def _float32_product(self, entry: int, eqn: Any, action: int, *values: Any) -> Any:
+        """Emits a product of half operands with a float32 result."""
+        params = dict(eqn.params, preferred_element_type=FLOAT32)
+        return self._product_of(entry, eqn, action, list(values), params)[0].value
+
+    def _product_of(
+        self,
+        entry: int,
+        eqn: Any,
+        action: int,
+        values: list[Any],
+        params: dict[str, Any],
+    ) -> list[Cell]:
         if action & Action.EMITS_FULL and eqn.primitive.name == "conv_general_dilated":
             return [Cell(x) for x in cpu_products.full_convolution(eqn, values, params)]
         is_bfloat16 = self.plan.half != np.float16

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from jmp_rewrite._graph.nodes import Graph
 from jmp_rewrite._passes.again import is_backward
 from jmp_rewrite._precision.cost import reads_half
+from jmp_rewrite._precision.origins import leads_to_product
 from jmp_rewrite._precision.pins import Pins
-from jmp_rewrite._precision.train_state import leads_to_product
 from jmp_rewrite._rules.table import Category
 
 # A part of a cotangent waits if its reader has to wait for so many products more.

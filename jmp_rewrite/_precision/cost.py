@@ -28,28 +28,15 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Node, Value, elements
-from jmp_rewrite._precision import train_state
+from jmp_rewrite._graph.nodes import Graph, Node, elements
+from jmp_rewrite._precision import origins
+from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules.table import Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
-# A reduction by less than this is no statistic, but a large value itself.
-SMALL = 8
-
-REDUCTIONS = frozenset(
-    {
-        "argmax",
-        "argmin",
-        "reduce_max",
-        "reduce_min",
-        "reduce_prod",
-        "reduce_sum",
-    }
-)
-
 # Arithmetic that compilers do not do twice.
 COSTLY = frozenset(
     {
@@ -134,22 +121,14 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     """Returns what it costs to store each value of a program in half or in float32."""
     stored = _stored(graph, pins)
     returned = frozenset(v.node for v in graph.results)
-    statistics = _statistics(graph, pins)
-    only_products = _read_alone(graph, pins, set())
     factors = _read_alone(graph, pins, _weighed(graph, pins))
     activations = _activations(graph, pins)
-    made = train_state.made_by_products(pins.categories, graph.consumers())
-    prepared = _prepared_for_loops(graph, pins, made)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
     for node in graph.nodes:
         index, rounding = node.index, _price(node.avals, node.trips)
         free = pins.may_round(index)
-        # An argument's values are rounded for products alone: a loss reads the target.
-        is_given = index in pins.moved or _moves_data(node, pins, made)
-        is_kept = is_given and index not in only_products
-        keeps = is_kept or index in statistics or index in pins.emits_full
-        keeps |= index in prepared
+        keeps = index in pins.emits_full
         if node.name == "stack_out":
             source = node.inputs[0].node
             origin = _moved(source, graph, pins)
@@ -172,65 +151,6 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     return Storage(saved, edges, may, ties)
 
 
-def _statistics(graph: Graph, pins: Pins) -> set[int]:
-    """Returns what is computed from reductions alone: means, variances, maxima.
-
-    They are small, and much is computed from each of them.
-    """
-    found: set[int] = set()
-    for node in graph.nodes:
-        size = elements(node.avals)
-        if node.name in REDUCTIONS:
-            before = max((elements([v.aval]) for v in node.inputs), default=0)
-            is_statistic = before >= SMALL * size
-        elif pins.categories[node.index] is Category.ALLOW:
-            is_statistic = False
-        else:
-            large = [v for v in node.inputs if _has_to_be_read(v, size)]
-            is_statistic = bool(large) and all(v.node in found for v in large)
-        if is_statistic:
-            found.add(node.index)
-    return found
-
-
-def _moves_data(node: Node, pins: Pins, made: set[int]) -> bool:
-    """Tells what moves data that a forward pass has prepared without a product.
-
-    Like an argument's, its numbers are no activations: the coefficients of a spline.
-    """
-    is_forward = not node.place.backward or node.place.recomputed
-    is_data = any(v.made_of_data for v in node.inputs)
-    is_ours = is_forward and is_data and node.index not in made
-    return is_ours and moves_exactly(node, pins)
-
-
-def _prepared_for_loops(graph: Graph, pins: Pins, made: set[int]) -> set[int]:
-    """Returns what no product made and a loop reads: times, coefficients, first states.
-
-    A solver takes differences of times, and sums of coefficients that cancel, in each
-    iteration. What products alone read in there is left out.
-    """
-    found: set[int] = set()
-    if not graph.loops:
-        return found
-    loops = _innermost_loops(graph)
-    bodies = [frozenset(x.nodes) for x in graph.loops]
-    for node in reversed(graph.nodes):
-        index, loop = node.index, loops[node.index]
-        reads_full = not reads_half(index, pins)
-        if node.name == "carry_in":
-            reads_full = not pins.may_round(index)
-        for source in _sources(node):
-            if source in made:
-                continue
-            enters = loop >= 0 and source not in bodies[loop]
-            if (enters and reads_full) or (
-                index in found and moves_exactly(node, pins)
-            ):
-                found.add(source)
-    return found
-
-
 def _activations(graph: Graph, pins: Pins) -> set[int]:
     """Returns activation functions' results, their products, and what one makes.
 
@@ -243,7 +163,7 @@ def _activations(graph: Graph, pins: Pins) -> set[int]:
     found: set[int] = set()
     for node in graph.nodes:
         size = elements(node.avals)
-        large = [v for v in node.inputs if _has_to_be_read(v, size)]
+        large = [v for v in node.inputs if has_to_be_read(v, size)]
         follows = (len(large) == 1 or node.name == "mul") and all(
             v.node in found for v in large
         )
@@ -325,7 +245,7 @@ def _weighed(graph: Graph, pins: Pins) -> set[int]:
         return is_product or graph.nodes[node].name in REDUCTIONS
 
     costly = [n.index for n in graph.nodes if n.name in COSTLY]
-    curved = train_state.leads_to_product(costly, graph.predecessors(), ends)
+    curved = origins.leads_to_product(costly, graph.predecessors(), ends)
     return {
         n.index
         for n in graph.nodes
@@ -418,7 +338,7 @@ def _bottlenecks(
     def follows(index: int, source: int) -> bool:
         size = sizes[source]
         inputs = graph.nodes[index].inputs
-        large = sum(_has_to_be_read(v, size) for v in inputs)
+        large = sum(has_to_be_read(v, size) for v in inputs)
         same_loop = loops[index] == loops[source]
         return same_loop and large == 1 and is_remade(index, size)
 
@@ -506,7 +426,7 @@ def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:
         found = {
             -2 - v.argument if v.node < 0 else anchors[v.node]
             for v in node.inputs
-            if _has_to_be_read(v, size)
+            if has_to_be_read(v, size)
         } - {None}
         if stored[node.index] or node.name in COSTLY or len(found) > 1:
             anchors[node.index] = node.index
@@ -523,10 +443,4 @@ def large_inputs(node: Node) -> list[int]:
     -1 stands for an argument.
     """
     size = elements(node.avals)
-    return [v.node for v in node.inputs if _has_to_be_read(v, size)]
-
-
-def _has_to_be_read(value: Value, size: int) -> bool:
-    if value.constant is not None or not value.made_of_data:
-        return False
-    return 2 * elements([value.aval]) >= size
+    return [v.node for v in node.inputs if has_to_be_read(v, size)]

@@ -18,8 +18,8 @@ from jmp_rewrite._passes.parts import Parts, parts_apart
 from jmp_rewrite._passes.sums import NO_SUMS, sums_behind_loops
 from jmp_rewrite._passes.unstacked import Rest, computed_again_in_loops
 from jmp_rewrite._passes.waiting import starts_late, waits
+from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
-from jmp_rewrite._precision import train_state
 from jmp_rewrite._precision.cost import (
     COSTLY,
     REDUCTIONS,
@@ -192,7 +192,7 @@ def cheapest(graph: Graph, pins: Pins) -> list[bool]:
     if not pins.whole_step:
         native = propagation(graph, pins)
         labels = [a or b for a, b in zip(labels, native, strict=True)]
-    return labels
+    return [x and n not in pins.emits_full for n, x in enumerate(labels)]
 
 
 def propagation(graph: Graph, pins: Pins) -> list[bool]:
@@ -389,7 +389,7 @@ def _last_gradients(graph: Graph, pins: Pins) -> set[int]:
     """
     products = [n.index for n in graph.nodes if reads_half(n.index, pins)]
     reads = graph.predecessors()
-    leads = train_state.leads_to_product(products, reads, lambda n: False)
+    leads = origins.leads_to_product(products, reads, lambda n: False)
     return {n for n in products if n not in leads and is_backward(graph.nodes[n])}
 
 
@@ -443,7 +443,7 @@ def _width(node: Node, graph: Graph, pins: Pins) -> int:
     """Tells what computes in float32 although its result is rounded to half."""
     if node.name in ("add", "sub"):
         # A mask of -1e9 may come as data: a sum with it saturates. A bias does not.
-        ranks = [train_state.argument_rank(v, pins.moved) for v in node.inputs]
+        ranks = [origins.argument_rank(v, pins.moved) for v in node.inputs]
         if max(ranks, default=-1) > 1:
             return Action.WIDE | Action.SATURATES
     if (

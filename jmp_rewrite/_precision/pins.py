@@ -21,25 +21,41 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from jmp_rewrite._graph.nodes import Graph, Node, Opaque, Value, reads_float32
+from jmp_rewrite._graph.nodes import (
+    Graph,
+    Node,
+    Opaque,
+    Value,
+    elements,
+    reached,
+    reads_float32,
+)
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._precision import train_state
+from jmp_rewrite._precision import loops, origins, train_state, whole_step
+from jmp_rewrite._precision.origins import (
+    REDUCTIONS,
+    SMALL,
+    has_to_be_read,
+    leads_to_product,
+)
 from jmp_rewrite._precision.placement import BareGraph
+from jmp_rewrite._precision.products import exact_products, request
+from jmp_rewrite._precision.readers import offsets, read_sharply, sentences
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.table import Category
 
 ALLOW, INFER, DENY, CLEAR = Category
 
-# Precisions of a product that ask for no more than the default.
-_NO_REQUEST = frozenset({"NONE", "DEFAULT", "FASTEST", "BFLOAT16"})
 _JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
 _HALVES = ("bfloat16", "float16")
 
 REWRITTEN = "full: an inner mixed_precision has decided"
 FULL_PRECISION = "full: inside full_precision"
 SCALAR = "full: a 0-d value"
-STATE = "full: updates train state (an argument, a captured array or a carry)"
+STATE = "full: state: updated in its own shape"
 NO_PRODUCT = "full: no matrix product depends on it (optimizer, metrics, outputs)"
+EXACT = "full: exact: no matrix product made it (an argument, a draw, a constant)"
+STATISTIC = "full: a statistic: it is small, and much is computed from it"
 
 
 @dataclasses.dataclass(eq=False)
@@ -60,6 +76,7 @@ class Pins:
       used_scopes: the patterns that matched something.
       rounds_after: nodes that compute in float32, whose result may be rounded once.
       lossy: clear nodes with a number that the compute dtype rounds.
+      read_by: products -> why their result is read unrounded.
     """
 
     categories: list[Category | None]
@@ -75,6 +92,15 @@ class Pins:
     used_scopes: frozenset[str] = frozenset()
     rounds_after: frozenset[int] = frozenset()
     lossy: frozenset[int] = frozenset()
+    read_by: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    def products(self) -> set[int]:
+        """Returns the matrix multiplications that run on half operands."""
+        return {
+            n
+            for n, category in enumerate(self.categories)
+            if category is ALLOW and self.full[n] is None
+        }
 
     def may_round(self, node: int) -> bool:
         """Tells whether a result may be half."""
@@ -115,21 +141,145 @@ def pin(
         category, reason = local.judge(node, pins.forced)
         pins.categories[node.index] = category
         pins.full[node.index] = reason
-    consumers = graph.consumers()
-    predecessors = graph.predecessors()
-    pins.whole_step = not differentiated and train_state.is_whole_step(graph)
-    _products_of_nothing(graph, pins, consumers)
+    pins.whole_step = not differentiated and whole_step.is_whole_step(graph)
+    _pin_products(graph, pins)
     if policy.compute_dtype == np.float16:
         local.out_of_range |= _unknown_epsilons(graph, pins)
-    _danger(graph, pins, consumers, local.out_of_range)
+    _danger(graph, pins, graph.consumers(), local.out_of_range)
     pins.rounds_after = _rounds_after(graph, pins, policy)
-    _train_state(graph, pins, consumers, predecessors)
     pins.lossy = _lossy(graph, policy.compute_dtype)
     pins.out_of_range = frozenset(local.out_of_range)
-    pins.moved = train_state.moved_arguments(graph, pins.categories, pins.out_of_range)
+    pins.moved = origins.moved_arguments(graph, pins.categories, pins.out_of_range)
     pins.used_scopes = frozenset(local.used)
+    _pin_values(graph, pins)
     _pin_stacks(graph, pins)
     return pins
+
+
+def _pin_products(graph: Graph, pins: Pins) -> None:
+    """Pins the matrix multiplications that are not worth half operands."""
+    free = {n for n in pins.products() if n not in pins.forced}
+    for node, why in exact_products(graph, pins.categories, free).items():
+        pins.full[node] = why
+
+
+def _pin_values(graph: Graph, pins: Pins) -> None:
+    """Pins what is no activation or cotangent on its way to a matrix multiplication."""
+    products, consumers = pins.products(), graph.consumers()
+    made = reached(products, consumers)
+    made |= {n.index for n in graph.nodes if n.place.backward and not n.place.recomputed}
+    streams = loops.residual_streams(graph, pins.categories, consumers)
+    state = train_state.train_state(graph, pins.categories, products, made, streams)
+    _pin_all(pins, dict.fromkeys(state, STATE))
+    _full_carries(graph, pins, streams)
+    if pins.whole_step:
+        ours = whole_step.optimizer_products(graph, pins.categories, state)
+        _pin_all(pins, dict.fromkeys(ours, "full: a product of the optimizer"))
+        products = pins.products()
+    _pin_read_unrounded(graph, pins, products, made)
+    useful = leads_to_product(products, graph.predecessors(), state.__contains__)
+    useful |= loops.cotangents_into_loops(graph, graph.predecessors(), state)
+    pins.rounds_after = (pins.rounds_after & useful) - state
+    _pin_the_rest(graph, pins, products, made, useful)
+    needed = useful | products
+    sharp = {n for n in products if n in pins.read_by}
+    pins.emits_full = frozenset(
+        sharp | {p for p in products if needed.isdisjoint(consumers[p])}
+    )
+
+
+def _pin_all(pins: Pins, reasons: Mapping[int, str]) -> None:
+    """Pins nodes for a reason, unless a scope of the user's makes them half."""
+    for index, why in reasons.items():
+        if pins.full[index] is None and index not in pins.forced:
+            pins.full[index] = why
+        elif index in pins.rounds_after:
+            pins.full[index], pins.upstream[index] = why, -1
+    pins.rounds_after -= reasons.keys()
+
+
+def _pin_read_unrounded(
+    graph: Graph, pins: Pins, products: set[int], made: set[int]
+) -> None:
+    """Pins what is read by code that multiplies an error."""
+    sharp = read_sharply(graph, products)
+    small = statistics(graph, pins.categories)
+    held = {n: r for n, r in offsets(graph, made, small).items() if n not in sharp}
+    reasons = sentences(graph, sharp, "full: read unrounded by {name} at {where}")
+    text = "full: an exact value is added, and subtracted again at {where}"
+    reasons |= sentences(graph, held, text)
+    _pin_all(pins, {n: why for n, why in reasons.items() if n not in products})
+    pins.read_by = {n: reasons[n] for n in reasons if n in products}
+
+
+def _pin_the_rest(
+    graph: Graph, pins: Pins, products: set[int], made: set[int], useful: set[int]
+) -> None:
+    """Pins exact values, and what leads to no matrix multiplication."""
+    recurrent = loops.recurrent_activations(graph, pins.categories, graph.consumers())
+    alone = _read_by_products_alone(graph, pins, products)
+    small = statistics(graph, pins.categories)
+    sinks = set()
+    for node in graph.nodes:
+        index = node.index
+        if index in products:
+            continue
+        if index in small and index in useful:
+            _pin_all(pins, {index: STATISTIC})
+        if pins.full[index] is not None:
+            if index not in made and index not in alone:
+                pins.rounds_after -= {index}
+            continue
+        if not node.avals and pins.categories[index] is CLEAR:
+            sinks.add(index)
+        elif index not in useful:
+            pins.full[index] = NO_PRODUCT
+            if pins.whole_step and index in recurrent:
+                pins.rounds_after |= {index}
+        elif index not in made and index not in alone and index not in pins.forced:
+            pins.full[index] = EXACT
+    pins.sinks = frozenset(sinks)
+
+
+def _read_by_products_alone(graph: Graph, pins: Pins, products: set[int]) -> set[int]:
+    """Returns the nodes that matrix multiplications alone read, or moves to them.
+
+    Their operands are rounded in any case.
+    """
+    consumers = graph.consumers()
+    returned = {v.node for v in graph.results}
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        readers = consumers[node.index]
+        if readers and node.index not in returned:
+            if all(
+                r in products
+                or (r in found and pins.categories[r] is CLEAR and r not in pins.lossy)
+                for r in readers
+            ):
+                found.add(node.index)
+    return found
+
+
+def statistics(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
+    """Returns what is computed from reductions alone: means, variances, maxima.
+
+    They are small, and much is computed from each of them.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        size = elements(node.avals)
+        if node.name in REDUCTIONS:
+            before = max((elements([v.aval]) for v in node.inputs), default=0)
+            is_statistic = before >= SMALL * size
+        elif categories[node.index] is ALLOW:
+            is_statistic = False
+        else:
+            large = [v for v in node.inputs if has_to_be_read(v, size)]
+            is_statistic = bool(large) and all(v.node in found for v in large)
+        if is_statistic:
+            found.add(node.index)
+    return found
 
 
 def _pin_stacks(graph: Graph, pins: Pins) -> None:
@@ -286,7 +436,9 @@ class _Local:
         covered = node.index in forced
         reason = self._must_be_full(node, category)
         if reason is None and node.name not in _JOINTS and not (by_rule or covered):
-            reason = self._request(node, category) or self._range(node)
+            if category is ALLOW:
+                reason = request(node)
+            reason = reason or self._range(node)
         return category, reason
 
     def _scope(self, path: str) -> tuple[str, str] | None:
@@ -312,7 +464,9 @@ class _Local:
         special = _SPECIAL.get(node.name)
         if special is not None:
             return special(node)
-        return CLEAR if node.name in _JOINTS else self._defaults.get(node.name)
+        if node.name in _JOINTS:
+            return CLEAR
+        return self._defaults.get(node.name)
 
     def _must_be_full(self, node: Node, category: Category | None) -> str | None:
         if category is None:
@@ -325,19 +479,6 @@ class _Local:
             return SCALAR
         if node.mixed and node.name != "convert_element_type":
             return "full: it mixes float32 with another float dtype"
-        return None
-
-    def _request(self, node: Node, category: Category | None) -> str | None:
-        if category is not ALLOW:
-            return None
-        if asked := _explicit_precision(node.eqn):
-            return f"full: precision {asked} was asked for"
-        if not _contracts(node.eqn):
-            return "full: the product contracts no dimension"
-        if not node.avals[0].shape:
-            return "full: a product with a 0-d result reuses nothing"
-        if not any(v.made_of_data for v in node.inputs):
-            return "full: a product of integers, iota and constants"
         return None
 
     def _range(self, node: Node) -> str | None:
@@ -396,33 +537,6 @@ def _is_scalar(node: Node) -> bool:
     return bool(node.avals or node.inputs)
 
 
-def _explicit_precision(eqn: Any) -> str:
-    """Returns the precision that a product asks for, or ""."""
-    asked = eqn.params.get("precision")
-    for part in asked if isinstance(asked, tuple) else (asked,):
-        name = str(getattr(part, "name", part)).upper()
-        if name not in _NO_REQUEST:
-            return name
-    return ""
-
-
-def _contracts(eqn: Any) -> bool:
-    """An outer product (positions and frequencies) gains nothing in half."""
-    numbers = eqn.params.get("dimension_numbers")
-    if eqn.primitive.name != "dot_general" or numbers is None:
-        return True
-    return bool(numbers[0][0])
-
-
-def _is_outer(node: Node) -> bool:
-    """Tells a matrix product that contracts one element: an outer product as well."""
-    numbers = node.eqn.params.get("dimension_numbers")
-    if node.name != "dot_general" or numbers is None:
-        return False
-    shape = node.eqn.invars[0].aval.shape
-    return all(shape[d] == 1 for d in numbers[0][0])
-
-
 def _convert(node: Node) -> Category | None:
     """A cast is judged by its two dtypes."""
     source = node.eqn.invars[0].aval.dtype
@@ -467,45 +581,6 @@ _SPECIAL = {
     "reduce_precision": _reduce_precision,
     "scatter": _scatter,
 }
-
-
-def _products_of_nothing(
-    graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]]
-) -> None:
-    """Pins products that feed a sine or cosine: a phase is off by radians in half."""
-    predecessors = graph.predecessors()
-    phases = [n.index for n in graph.nodes if n.name in ("sin", "cos")]
-
-    def stops(node: int) -> bool:
-        return pins.categories[node] is ALLOW
-
-    before = {*phases, *train_state.leads_to_product(phases, predecessors, stops)}
-    for node, category in enumerate(pins.categories):
-        feeds = category is ALLOW and not before.isdisjoint(consumers[node])
-        if feeds and pins.full[node] is None and node not in pins.forced:
-            pins.full[node] = "full: a phase of sin or cos"
-    made = train_state.made_by_products(pins.categories, consumers)
-    for node, category in enumerate(pins.categories):
-        if category is not ALLOW or pins.full[node] or node in pins.forced:
-            continue
-        if _is_outer(graph.nodes[node]) and made.isdisjoint(predecessors[node]):
-            pins.full[node] = "full: an outer product (positions and frequencies)"
-    _casts_up(graph, pins)
-
-
-def _casts_up(graph: Graph, pins: Pins) -> None:
-    """Pins products of what the user had made half and then cast to float32."""
-    cast_up: set[int] = set()
-    for node in graph.nodes:
-        category, read = pins.categories[node.index], [v.node for v in node.inputs]
-        if node.name == "convert_element_type" and category is DENY and node.avals:
-            if node.eqn.invars[0].aval.dtype.name in _HALVES:
-                cast_up.add(node.index)
-        elif category is CLEAR and len(read) == 1 and read[0] in cast_up:
-            cast_up.add(node.index)
-        elif category is ALLOW and not cast_up.isdisjoint(read):
-            if pins.full[node.index] is None and node.index not in pins.forced:
-                pins.full[node.index] = "full: an operand was cast to float32"
 
 
 # What an epsilon is added to, or compared with.
@@ -560,49 +635,6 @@ def _danger(
                     pins.upstream[reader] = origin[node]
 
 
-def _train_state(
-    graph: Graph,
-    pins: Pins,
-    consumers: Sequence[Sequence[int]],
-    predecessors: Sequence[Sequence[int]],
-) -> None:
-    """Pins train state, and what no product depends on but through it."""
-    streams = train_state.residual_streams(graph, pins.categories, consumers)
-    state = train_state.train_state(graph, pins.categories, consumers, streams)
-    for index in state:
-        if pins.full[index] is None or index in pins.forced:
-            pins.full[index] = STATE
-    _full_carries(graph, pins, streams)
-    if pins.whole_step:
-        for index in train_state.optimizer_products(graph, pins.categories, state):
-            if pins.full[index] is None and index not in pins.forced:
-                pins.full[index] = "full: a product of the optimizer"
-    products = {
-        n for n, c in enumerate(pins.categories) if c is ALLOW and pins.full[n] is None
-    }
-    useful = train_state.leads_to_product(products, predecessors, state.__contains__)
-    useful |= train_state.cotangents_into_loops(graph, predecessors, state)
-    pins.rounds_after = (pins.rounds_after & useful) - state
-    recurrent = train_state.recurrent_activations(graph, pins.categories, consumers)
-    sinks = set()
-    for node in graph.nodes:
-        index = node.index
-        if pins.full[index] is not None or index in products:
-            continue
-        if not node.avals and pins.categories[index] is CLEAR:
-            sinks.add(index)
-        elif index not in useful:
-            pins.full[index] = NO_PRODUCT
-            if pins.whole_step and index in recurrent:
-                pins.rounds_after |= {index}
-    pins.sinks = frozenset(sinks)
-    if pins.whole_step:
-        needed = useful | products
-        pins.emits_full = frozenset(
-            p for p in products if needed.isdisjoint(consumers[p])
-        )
-
-
 def _full_carries(graph: Graph, pins: Pins, streams: set[int]) -> None:
     """Pins the carries that an iteration computes in float32.
 
@@ -615,7 +647,7 @@ def _full_carries(graph: Graph, pins: Pins, streams: set[int]) -> None:
     while changed:
         changed = False
         for received, handed_on in carries:
-            moved = train_state.moves(graph, handed_on)
+            moved = origins.moves(graph, handed_on)
             origin = moved[-1]
             if received in streams and origin in pins.rounds_after:
                 continue

@@ -299,6 +299,8 @@ def cheapest(storage: Storage) -> list[bool]:
     between = [(vertex[a], vertex[b], cost) for a, b, cost in storage.edges]
     edges = [*terminals, *between, *((b, a, cost) for a, b, cost in between)]
     edges = [e for e in edges if e[0] != e[1] and e[2] > 0 and e[0] != sink]
+    # What must be float32 costs the same in all labellings; SciPy would add it up.
+    edges = [e for e in edges if e[:2] != (source, sink)]
     if not edges:
         return [False] * size
     half = _source_side(np.array(edges, np.int64), source, sink)

@@ -1,95 +1,267 @@
-"""Which nodes hold train state: what stays float32 without being told.
+"""State: values that are updated by adding to themselves, in their own shape.
 
-Parameters, optimizer moments, running statistics, an ODE's state and an LSTM's cell
-have one thing in common: they come in as an argument, a captured array or a loop's
-carry, and arithmetic of their own shape turns them into their next value. What such
-arithmetic makes stays float32; a matrix product reads a rounded copy of it.
+Parameters, optimizer moments, running statistics, an ODE's state, an LSTM's cell and a
+running sum have one thing in common, wherever they come from: a new value is made of
+the old one, in its shape, without a matrix multiplication between. Rounding such a
+value in each update loses updates that are smaller than its last digit, so it stays
+float32, and a matrix multiplication reads a rounded copy.
+
+A residual stream looks alike and is none: each layer adds to it what it has made of it
+with *weights of its own*. So an update of a value `x` by `u(x)` is one of a state if
+
+- `u` comes through a backward pass that the update itself is not part of: a gradient
+  step, whatever `x` is;
+- or all weights that stand between `x` and `u` have been used for an earlier update of
+  the same value: an iteration, not a layer;
+- or each of them stands there twice: an operator and its transpose, as in the gradient
+  of a square that somebody wrote by hand;
+- or `x` comes from an argument and its updates reach a result of the same shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from jmp_rewrite._graph.nodes import Graph, Loop, Node, Value, reached
+from jmp_rewrite._graph.nodes import Graph, Node, Value, elements, reached
+from jmp_rewrite._precision.origins import MOVES, root_of
 from jmp_rewrite._rules.table import Category
 
-# State stays state through these, but they do no arithmetic: they may be half (a
-# weight is cast before it is transposed or gathered from other devices).
-_MOVES = frozenset(
-    {
-        "carry_in",
-        "carry_out",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "device_put",
-        "expand_dims",
-        "join",
-        "name",
-        "optimization_barrier",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "reshard",
-        "sharding_constraint",
-        "split",
-        "squeeze",
-        "stack_out",
-        "stop_gradient",
-        "transpose",
-    }
-)
-# Clear primitives that make a new value of what they read, in its shape.
-_UPDATES = frozenset(
-    {
-        "abs",
-        "clamp",
-        "dynamic_update_slice",
-        "max",
-        "min",
-        "neg",
-        "scatter",
-        "select_n",
-    }
-)
-# Of these the first operand alone is what is updated.
-_UPDATES_FIRST = frozenset({"dynamic_update_slice", "scatter"})
+# Arithmetic that makes a new value of an old one and an update.
+_UPDATES = frozenset({"add", "add_any", "div", "mul", "scatter-add", "sub"})
+# Of these the first operand alone is updated.
+_UPDATES_FIRST = frozenset({"scatter-add"})
+# A value is still the same one behind these: it is moved, scaled, clipped or chosen.
+_CARRIES = MOVES | {"clamp", "div", "max", "min", "mul", "neg", "select_n"}
+# A walk that sees more nodes than this ends, and the value counts as state: a program
+# is analysed in a time that grows with its length, not with its square.
+_LONGEST_WALK = 4096
+_MOST_BASES = 8
+
+
+class Update(NamedTuple):
+    """An update of a value by what a matrix multiplication has made of it.
+
+    Attributes:
+      node: what computes the new value.
+      base: the node of the old value; -1 for an argument.
+      weights: the operands of the multiplications between the old value and the update
+        that do not depend on the old value, by name.
+      is_state: whether this update alone tells that the value is state.
+    """
+
+    node: int
+    base: int
+    weights: frozenset[Hashable]
+    is_state: bool
 
 
 def train_state(
     graph: Graph,
     categories: Sequence[Category | None],
-    consumers: Sequence[Sequence[int]],
+    products: set[int],
+    made: set[int],
     streams: set[int],
 ) -> set[int]:
-    """Returns the nodes that update train state, or lie on its way.
+    """Returns the nodes that update state, or lie on its way.
 
     Args:
       graph: the program.
-      categories: of each node; allow nodes end what is followed.
-      consumers: for each node the nodes that read it.
-      streams: carries that are no state: the residual streams of scans over layers.
-
-    Returns:
-      Indices of nodes that stay float32.
+      categories: of each node.
+      products: the matrix multiplications of half operands.
+      made: the nodes that have one upstream.
+      streams: carries that are the residual streams of scans over layers.
     """
-    updates = _updates(graph, categories, consumers, streams)
-    return updates | _paths(graph, categories, consumers, streams)
+    walk = _Walk(graph, products, made)
+    updates = [u for node in graph.nodes for u in walk.updates(node)]
+    carried = {i for loop in graph.loops for i, _ in loop.carries} - streams
+    state = _chains(updates, carried)
+    layers = {u.node for u in updates} - state
+    state |= walk.between(state)
+    return state | _paths(graph, categories, streams, layers)
+
+
+def _chains(updates: Sequence[Update], carried: set[int]) -> set[int]:
+    """Returns the updates of state: all of a chain if one of them is no layer."""
+    state: set[int] = set(carried)
+    seen: dict[int, frozenset[Hashable]] = {}
+    before: dict[int, set[int]] = {}
+    for update in updates:
+        earlier = seen.get(update.base)
+        repeats = earlier is not None and update.weights <= earlier
+        if update.base in seen:
+            before.setdefault(update.node, set()).add(update.base)
+        known = seen.get(update.node, frozenset())
+        seen[update.node] = known | update.weights | (earlier or frozenset())
+        if update.is_state or repeats or update.base in state:
+            stack = [update.node]
+            while stack:
+                node = stack.pop()
+                if node not in state:
+                    state.add(node)
+                    stack.extend(before.get(node, ()))
+    return state - carried
+
+
+class _Walk:
+    """Follows values back through a graph."""
+
+    def __init__(self, graph: Graph, products: set[int], made: set[int]) -> None:
+        self._nodes = graph.nodes
+        self._predecessors = graph.predecessors()
+        self._consumers = graph.consumers()
+        self._products = products
+        self._made = made
+        backward = (n.index for n in graph.nodes if _is_backward(n))
+        self._after_backward = reached(backward, self._consumers)
+        self._bases: dict[int, frozenset[int]] = {}
+
+    def updates(self, node: Node) -> Iterable[Update]:
+        """Returns how a node updates values, of each that it may be an update of."""
+        if node.name not in _UPDATES or not node.avals or len(node.inputs) < 2:
+            return
+        size = elements(node.avals)
+        first = node.inputs[:1] if node.name in _UPDATES_FIRST else node.inputs
+        for position, old in enumerate(first):
+            if elements([old.aval]) != size:
+                continue
+            for other in [*node.inputs[:position], *node.inputs[position + 1 :]]:
+                if other.node < 0 or other.node not in self._made:
+                    continue
+                for base in self.bases(old):
+                    if other.node <= base or not self._is_old(base, node, size):
+                        continue
+                    update = self._update(node, base, other.node)
+                    if update is not None:
+                        yield update
+
+    def _is_old(self, base: int, node: Node, size: int) -> bool:
+        """Whether a value has the size of its update, in the same pass."""
+        if base < 0:
+            return not _is_backward(node)
+        old = self._nodes[base]
+        return elements(old.avals) == size and _is_backward(old) == _is_backward(node)
+
+    def bases(self, value: Value) -> frozenset[int]:
+        """Returns the old values that a value may be, moved and scaled."""
+        if value.node < 0:
+            is_exact = value.constant is None and value.made_of_data
+            return frozenset({-1}) if is_exact else frozenset()
+        index = value.node
+        if index not in self._bases:
+            node = self._nodes[index]
+            self._bases[index] = frozenset({index})  # of a loop
+            if node.name in _CARRIES - {"carry_in", "join"} and node.inputs:
+                size = elements(node.avals)
+                same = [v for v in node.inputs if elements([v.aval]) == size]
+                found = frozenset().union(*map(self.bases, same))
+                if node.name in _UPDATES:
+                    found |= {index}
+                self._bases[index] = (
+                    found if len(found) <= _MOST_BASES else frozenset({index})
+                )
+        return self._bases[index]
+
+    def _update(self, node: Node, base: int, other: int) -> Update | None:
+        """Returns the update, if `other` depends on the base through a product."""
+        is_forward = not _is_backward(node)
+        is_after = other in self._after_backward
+        if is_forward and is_after and base < 0:
+            return Update(node.index, base, frozenset(), True)
+        region = self._region(other, base, node.place.backward)
+        if region is None:
+            return Update(node.index, base, frozenset(), True)
+        inside, crosses = region
+        depends = self._depends(base, inside)
+        if other not in depends:
+            return None
+        if is_forward and crosses & depends:
+            return Update(node.index, base, frozenset(), True)
+        passed = depends & self._products
+        if not passed:
+            return None
+        weights = [
+            root_of(v, self._nodes)
+            for product in passed
+            for v in self._nodes[product].inputs
+            if v.node not in depends and v.node != base
+        ]
+        twice = bool(weights) and all(weights.count(w) > 1 for w in weights)
+        return Update(node.index, base, frozenset(weights), twice)
+
+    def _region(
+        self, start: int, base: int, backward: bool
+    ) -> tuple[set[int], set[int]] | None:
+        """Returns the nodes behind the base that lead to a node, and its gradients.
+
+        None if they are too many.
+        """
+        inside, crosses = {start}, set()
+        stack = [start]
+        while stack:
+            index = stack.pop()
+            if not backward and _is_backward(self._nodes[index]):
+                crosses.add(index)
+            for source in self._predecessors[index]:
+                if source > base and source not in inside:
+                    inside.add(source)
+                    stack.append(source)
+            if len(inside) > _LONGEST_WALK:
+                return None
+        return inside, crosses
+
+    def _depends(self, base: int, inside: set[int]) -> set[int]:
+        """Returns the nodes among these that depend on the base."""
+        if base >= 0:
+            found = {n for n in self._consumers[base] if n in inside}
+        else:
+            found = {n for n in inside if _reads_argument(self._nodes[n])}
+        stack = list(found)
+        while stack:
+            for reader in self._consumers[stack.pop()]:
+                if reader in inside and reader not in found:
+                    found.add(reader)
+                    stack.append(reader)
+        return found
+
+    def between(self, state: set[int]) -> set[int]:
+        """Returns what carries a state from one update to the next."""
+        found: set[int] = set()
+        for index in state:
+            stack = [v.node for v in self._nodes[index].inputs]
+            while stack:
+                source = stack.pop()
+                if source < 0 or source in found or source in state:
+                    continue
+                node = self._nodes[source]
+                if node.name not in _CARRIES or node.name in MOVES:
+                    continue
+                if self._bases.get(source, frozenset()) & (state | {-1}):
+                    found.add(source)
+                    stack.extend(v.node for v in node.inputs)
+        return found
+
+
+def _is_backward(node: Node) -> bool:
+    return node.place.backward and not node.place.recomputed
+
+
+def _reads_argument(node: Node) -> bool:
+    return any(v.node < 0 and v.constant is None for v in node.inputs)
 
 
 def _paths(
     graph: Graph,
     categories: Sequence[Category | None],
-    consumers: Sequence[Sequence[int]],
-    exempt: set[int],
+    streams: set[int],
+    layers: set[int],
 ) -> set[int]:
     """Returns what lies between a state's old and its new value.
 
     That is every path without a product from an argument to a result of the same shape,
     or from a loop's carry to what an iteration hands on. Paths through the backward
-    pass are left out: what they carry are gradients, and the residual stream of a model
-    reaches the new embedding that way. What a deny node makes is float32 anyway.
+    pass are left out, because they carry gradients, and so are the layers of a residual
+    stream.
     """
     returned = {v.aval.shape for v in graph.results if v.node >= 0}
     shapes = {v.aval.shape for v in graph.arguments if v.aval.shape} & returned
@@ -100,17 +272,18 @@ def _paths(
             ends[value.node] |= bits.get(value.aval.shape, 0)
     for k, loop in enumerate(graph.loops, len(bits)):
         for received, handed_on in loop.carries:
-            if received not in exempt:
+            if received not in streams:
                 begins[received] |= 1 << k
                 ends[handed_on] |= 1 << k
     follows = [
         categories[n.index] in (Category.INFER, Category.CLEAR)
         and not n.place.backward
         and bool(n.avals)
+        and n.index not in layers
         for n in graph.nodes
     ]
     ahead = _spread_forward(graph, begins, bits, follows)
-    behind = _spread_backward(ends, consumers, follows)
+    behind = _spread_backward(ends, graph.consumers(), follows)
     return {n for n, on in enumerate(follows) if on and ahead[n] & behind[n]}
 
 
@@ -163,347 +336,3 @@ def _spread_backward(
                 behind[node] |= mask
                 changed |= any(reader <= node for reader in consumers[node])
     return behind
-
-
-def _updates(
-    graph: Graph,
-    categories: Sequence[Category | None],
-    consumers: Sequence[Sequence[int]],
-    exempt: set[int],
-) -> set[int]:
-    """Returns the arithmetic that makes a new value of a state, in its shape.
-
-    It may lead to a product only, and to no result: the perturbed weights of SAM, the
-    fast weights of MAML.
-    """
-    made = made_by_products(categories, consumers) if graph.loops else set()
-    state: set[int] = set()
-    pinned: set[int] = set()
-    work = list(range(len(graph.nodes) - 1, -1, -1))
-    while work:
-        node = graph.nodes[work.pop()]
-        if node.index in state:
-            continue
-        kind = _follows(node, categories[node.index], state, exempt, made)
-        if kind:
-            state.add(node.index)
-            if kind == "update":
-                pinned.add(node.index)
-            work.extend(consumers[node.index])
-    return pinned
-
-
-def _follows(
-    node: Node,
-    category: Category | None,
-    state: set[int],
-    exempt: set[int],
-    made: set[int],
-) -> str:
-    """Tells whether a node moves or updates state, or neither ("")."""
-    if category is Category.ALLOW or not node.avals:
-        return ""
-    if node.name == "carry_in" and node.index not in exempt:
-        return "move"
-    if not node.inputs:
-        return "move" if _is_random(node) or _is_filled(node) else ""
-
-    def is_state(value: Value) -> bool:
-        return value.node in state or _is_source(value, made)
-
-    if node.name in ("carry_in", "join"):
-        return "move" if any(map(is_state, node.inputs)) else ""
-    if node.name in _MOVES:
-        kept = node.inputs if node.name == "concatenate" else node.inputs[:1]
-        return "move" if all(map(is_state, kept)) else ""
-    shape = node.avals[0].shape
-    if not shape or not (category is Category.INFER or node.name in _UPDATES):
-        return ""
-    read = node.inputs[:1] if node.name in _UPDATES_FIRST else node.inputs
-    if node.name not in ("add", "sub"):
-        # Numbers that fill an array are where a sum starts, and nothing else.
-        read = [v for v in read if v.constant is None]
-    if any(is_state(v) and v.aval.shape == shape for v in read):
-        return "update"
-    return ""
-
-
-def _is_filled(node: Node) -> bool:
-    """Parameters and sums that a program starts itself are zeros at first."""
-    return node.name == "broadcast_in_dim" and bool(node.avals[0].shape)
-
-
-def _is_source(value: Value, made: set[int]) -> bool:
-    """Tells an argument, a captured array or a slice of a loop's `xs`.
-
-    What a product has made and a loop slices are activations: a forward pass in a loop
-    stacks them for the backward pass.
-    """
-    if value.slice_of >= 0:
-        return value.node not in made
-    return value.node < 0 and value.constant is None and value.made_of_data
-
-
-def _is_random(node: Node) -> bool:
-    """Parameters that a program draws itself start as random bits.
-
-    The derivative of `erfc`, and so of an exact GELU, also makes floats of bits, but of
-    those of another float.
-    """
-    is_float_of_bits = node.name == "bitcast_convert_type" and node.of_bits is None
-    return is_float_of_bits and bool(node.avals[0].shape)
-
-
-def residual_streams(
-    graph: Graph,
-    categories: Sequence[Category | None],
-    consumers: Sequence[Sequence[int]],
-) -> set[int]:
-    """Returns the carries that are the residual stream of a scan over layers.
-
-    There each iteration multiplies the carry by its own weights, slices of `xs`, and
-    hands on what comes out. It is what runs through a stack of layers and no state.
-    A loop over train steps also multiplies a carry (the weights) by slices (batches):
-    it is told apart because its body holds a backward pass of its own.
-    """
-    streams: set[int] = set()
-    made = made_by_products(categories, consumers) if graph.loops else set()
-    for loop in graph.loops:
-        if loop.eqn.primitive.name != "scan" or _trains(graph, loop):
-            continue
-        products = _layer_products(graph, loop, categories, made)
-        for received, handed_on in loop.carries:
-            ahead = _reach(received, consumers, loop.nodes)
-            if any(
-                product in ahead
-                and handed_on in _reach(product, consumers, loop.nodes)
-                and _multiplies(graph.nodes[product], ahead | {received})
-                for product in products
-            ):
-                streams.add(received)
-    return streams
-
-
-def recurrent_activations(
-    graph: Graph,
-    categories: Sequence[Category | None],
-    consumers: Sequence[Sequence[int]],
-) -> set[int]:
-    """Returns what products make inside forward loops: the gates of an LSTM.
-
-    They lead to products through a carry alone, like an update of train state; but
-    no backward pass lies before them.
-    """
-    inside = {
-        n
-        for loop in graph.loops
-        if not loop.place.backward and not _trains(graph, loop)
-        for n in loop.nodes
-    }
-    if not inside:
-        return inside
-    return inside & made_by_products(categories, consumers)
-
-
-def cotangents_into_loops(
-    graph: Graph, predecessors: Sequence[Sequence[int]], state: set[int]
-) -> set[int]:
-    """Returns the cotangents that one layer's backward pass hands to a loop of another.
-
-    They lead to products through the loop's carries alone, a cell's cotangent; but
-    they are between two layers, as any others, and not carried themselves.
-    """
-    backward = [x for x in graph.loops if x.place.backward]
-    inner = {n for x in backward for y in _inside(x, backward) for n in y.nodes}
-    found = {
-        source
-        for loop in backward
-        for inside in [set(loop.nodes)]
-        for node in (inside & state) - inner
-        if graph.nodes[node].name != "carry_in"
-        for source in predecessors[node]
-        if source not in inside and source not in state
-    }
-    found |= leads_to_product(found, predecessors, state.__contains__)
-    found -= inner
-    places = ((n, graph.nodes[n].place) for n in found)
-    return {n for n, place in places if place.backward and not place.recomputed}
-
-
-def _inside(loop: Loop, loops: Sequence[Loop]) -> list[Loop]:
-    """Returns the loops that stand in a loop."""
-    nodes = set(loop.nodes)
-    return [x for x in loops if x is not loop and nodes.issuperset(x.nodes)]
-
-
-def _trains(graph: Graph, loop: Loop) -> bool:
-    return not loop.place.backward and any(
-        graph.nodes[n].place.backward for n in loop.nodes
-    )
-
-
-def made_by_products(
-    categories: Sequence[Category | None], consumers: Sequence[Sequence[int]]
-) -> set[int]:
-    """Returns the nodes that have a product upstream: activations, and no weights."""
-    products = (n for n, c in enumerate(categories) if c is Category.ALLOW)
-    return reached(products, consumers)
-
-
-def _layer_products(
-    graph: Graph,
-    loop: Loop,
-    categories: Sequence[Category | None],
-    made: set[int],
-) -> list[int]:
-    """Returns the products of a loop with an operand that is a slice of weights."""
-    moved: set[int] = set()
-
-    def is_slice(value: Value) -> bool:
-        if value.slice_of == loop.token:
-            return value.node not in made
-        return value.node in moved
-
-    products = []
-    for index in loop.nodes:
-        node = graph.nodes[index]
-        if categories[index] is Category.ALLOW:
-            if any(map(is_slice, node.inputs)):
-                products.append(index)
-        elif categories[index] is Category.CLEAR and len(node.inputs) == 1:
-            if is_slice(node.inputs[0]):
-                moved.add(index)
-    return products
-
-
-def _multiplies(product: Node, stream: set[int]) -> bool:
-    return any(value.node in stream for value in product.inputs)
-
-
-def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set[int]:
-    """Returns what an iteration computes from a node, up to the next iteration."""
-    found: set[int] = set()
-    stack = [start]
-    while stack:
-        for node in consumers[stack.pop()]:
-            if node in within and node not in found and node != start:
-                found.add(node)
-                stack.append(node)
-    return found
-
-
-def leads_to_product(
-    products: Iterable[int],
-    predecessors: Sequence[Sequence[int]],
-    stops: Callable[[int], bool],
-) -> set[int]:
-    """Returns the nodes that a matrix product depends on without a stop between."""
-    found: set[int] = set()
-    stack = list(products)
-    while stack:
-        for node in predecessors[stack.pop()]:
-            if node not in found and not stops(node):
-                found.add(node)
-                stack.append(node)
-    return found
-
-
-def moved_arguments(
-    graph: Graph,
-    categories: Sequence[Category | None],
-    like_arguments: Iterable[int] = (),
-) -> dict[int, int]:
-    """Returns the clear nodes whose result holds nothing but arguments' values.
-
-    With each comes the number of dimensions that those arguments have.
-
-    Args:
-      graph: the program.
-      categories: of each node.
-      like_arguments: nodes that hold numbers as large as an argument may hold.
-    """
-    moved = {
-        n: len(graph.nodes[n].avals[0].shape)
-        for n in like_arguments
-        if graph.nodes[n].avals
-    }
-    for node in graph.nodes:
-        if categories[node.index] is Category.CLEAR and node.avals and node.inputs:
-            ranks = [argument_rank(v, moved) for v in node.inputs]
-            if min(ranks) >= 0:
-                moved[node.index] = max(ranks)
-    return moved
-
-
-def argument_rank(value: Value, moved: Mapping[int, int]) -> int:
-    """Returns the dimensions of the argument that a value holds; -1 if it is none.
-
-    Constants whose numbers are known have been checked against the compute dtype.
-    """
-    if value.node >= 0:
-        return moved.get(value.node, -1)
-    known = value.constant is not None or not value.made_of_data
-    return -1 if known else len(value.aval.shape)
-
-
-def is_whole_step(graph: Graph) -> bool:
-    """Tells a program that nobody differentiates: a whole step, or a gradient.
-
-    It holds a backward pass, and returns something that this has made in the shape of
-    an argument: gradients, or new parameters. A loss with a gradient inside (a penalty,
-    a physics-informed one) returns a number, and is differentiated once more.
-    """
-    backward = (n.index for n in graph.nodes if n.place.backward)
-    made = reached(backward, graph.consumers())
-    shapes = {v.aval.shape for v in graph.arguments} - {()}
-    return any(v.node in made and v.aval.shape in shapes for v in graph.results)
-
-
-def moves(graph: Graph, node: int) -> list[int]:
-    """Returns what moves a node's numbers to it, back to what computes them.
-
-    The node comes first and its origin last; they are one if it moves nothing.
-    """
-    found: list[int] = []
-    while node not in found:
-        found.append(node)
-        is_move = graph.nodes[node].name in _MOVES - {"carry_in", "join"}
-        sources = [v.node for v in graph.nodes[node].inputs if v.node >= 0]
-        if not is_move or len(sources) != 1:
-            break
-        (node,) = sources
-    return found
-
-
-def optimizer_products(
-    graph: Graph, categories: Sequence[Category | None], state: set[int]
-) -> list[int]:
-    """Returns the products that make updates of gradients: Shampoo's, Muon's.
-
-    Within one iteration they lie between a backward pass and a train state, and no
-    backward pass follows: a second forward pass, as in SAM or a GAN step, is followed
-    by its own, and an evaluation after the step leads to no state.
-    """
-    nodes = graph.nodes
-    steps = [
-        [v.node for v in n.inputs if v.node >= 0 and nodes[v.node].name != "carry_out"]
-        for n in nodes
-    ]
-    after = [n.place.backward for n in nodes]
-    before = list(after)
-    updates = [n.index in state for n in nodes]
-    for index, sources in enumerate(steps):
-        after[index] = after[index] or any(after[s] for s in sources)
-    for index in range(len(nodes) - 1, -1, -1):
-        for source in steps[index]:
-            before[source] = before[source] or before[index]
-            updates[source] = updates[source] or updates[index]
-    return [
-        n
-        for n, category in enumerate(categories)
-        if category is Category.ALLOW
-        and not nodes[n].place.backward
-        and after[n]
-        and not before[n]
-        and updates[n]
-    ]

@@ -634,6 +634,51 @@ ACCUMULATES: frozenset[str] = frozenset(
 )
 """What accumulates in float32 even where a policy's rule makes it half."""
 
+SHARP: frozenset[str] = frozenset(
+    {
+        "acos",
+        "acosh",
+        "asin",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "ceil",
+        "cholesky",
+        "cholesky_update",
+        "cos",
+        "custom_linear_solve",
+        "digamma",
+        "eig",
+        "eigh",
+        "erf_inv",
+        "floor",
+        "geqp3",
+        "geqrf",
+        "hessenberg",
+        "householder_product",
+        "igamma",
+        "igamma_grad_a",
+        "igammac",
+        "lgamma",
+        "lu",
+        "ormqr",
+        "polygamma",
+        "qr",
+        "regularized_incomplete_beta",
+        "round",
+        "schur",
+        "sin",
+        "svd",
+        "symmetric_product",
+        "tan",
+        "triangular_solve",
+        "tridiagonal",
+        "tridiagonal_solve",
+        "zeta",
+    }
+)
+"""What multiplies an error of its operand without a bound, or jumps."""
+
 _NAMES = {
     "bfloat16": "bfloat16",
     "float16": "float16",

@@ -1,0 +1,43 @@
+"""Matrix multiplications with float32 results that are differentiated later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jmp_rewrite import _compat
+from jmp_rewrite._graph.nodes import FLOAT32
+
+
+def float32_result(
+    eqn: Any, multiply: Callable[..., Any], operands: Sequence[Any]
+) -> Any:
+    """Multiplies half operands to a float32 result, with half products backward.
+
+    JAX's own derivative of such a product multiplies a float32 cotangent by a half
+    operand, which no device has a fast kernel for. Here tangents are products with half
+    results, so that a cotangent is rounded before it is multiplied.
+
+    Args:
+      eqn: the equation of the product.
+      multiply: returns the float32 product of half operands.
+      operands: two half arrays.
+    """
+    params = dict(eqn.params, preferred_element_type=operands[0].dtype)
+
+    def tangent(position: int, primals: Sequence[Any], change: Any) -> Any:
+        factors = [change if i == position else x for i, x in enumerate(primals)]
+        (product,) = _compat.bind(eqn, factors, params)
+        return _compat.convert(product, FLOAT32)
+
+    product = jax.custom_jvp(multiply)
+
+    @product.defjvp
+    def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        first, second = (tangent(i, primals, t) for i, t in enumerate(tangents))
+        # Not `product`: a checkpoint's policy looks for the primitive.
+        return multiply(*primals), first + second
+
+    return product(*operands)

@@ -1,0 +1,139 @@
+"""Loops: which carries are a residual stream, and what stands on its way into one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jmp_rewrite._graph.nodes import Graph, Loop, Node, Value
+from jmp_rewrite._precision.origins import leads_to_product, made_by_products
+from jmp_rewrite._rules.table import Category
+
+
+def residual_streams(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    consumers: Sequence[Sequence[int]],
+) -> set[int]:
+    """Returns the carries that are the residual stream of a scan over layers.
+
+    There each iteration multiplies the carry by its own weights, slices of `xs`, and
+    hands on what comes out. It is what runs through a stack of layers and no state.
+    A loop over train steps also multiplies a carry (the weights) by slices (batches):
+    it is told apart because its body holds a backward pass of its own.
+    """
+    streams: set[int] = set()
+    made = made_by_products(categories, consumers) if graph.loops else set()
+    for loop in graph.loops:
+        if loop.eqn.primitive.name != "scan" or _trains(graph, loop):
+            continue
+        products = _layer_products(graph, loop, categories, made)
+        for received, handed_on in loop.carries:
+            ahead = _reach(received, consumers, loop.nodes)
+            if any(
+                product in ahead
+                and handed_on in _reach(product, consumers, loop.nodes)
+                and _multiplies(graph.nodes[product], ahead | {received})
+                for product in products
+            ):
+                streams.add(received)
+    return streams
+
+
+def recurrent_activations(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    consumers: Sequence[Sequence[int]],
+) -> set[int]:
+    """Returns what products make inside forward loops: the gates of an LSTM.
+
+    They lead to products through a carry alone, like an update of train state; but
+    no backward pass lies before them.
+    """
+    inside = {
+        n
+        for loop in graph.loops
+        if not loop.place.backward and not _trains(graph, loop)
+        for n in loop.nodes
+    }
+    if not inside:
+        return inside
+    return inside & made_by_products(categories, consumers)
+
+
+def cotangents_into_loops(
+    graph: Graph, predecessors: Sequence[Sequence[int]], state: set[int]
+) -> set[int]:
+    """Returns the cotangents that one layer's backward pass hands to a loop of another.
+
+    They lead to products through the loop's carries alone, a cell's cotangent; but
+    they are between two layers, as any others, and not carried themselves.
+    """
+    backward = [x for x in graph.loops if x.place.backward]
+    inner = {n for x in backward for y in _inside(x, backward) for n in y.nodes}
+    found = {
+        source
+        for loop in backward
+        for inside in [set(loop.nodes)]
+        for node in (inside & state) - inner
+        if graph.nodes[node].name != "carry_in"
+        for source in predecessors[node]
+        if source not in inside and source not in state
+    }
+    found |= leads_to_product(found, predecessors, state.__contains__)
+    found -= inner
+    places = ((n, graph.nodes[n].place) for n in found)
+    return {n for n, place in places if place.backward and not place.recomputed}
+
+
+def _inside(loop: Loop, loops: Sequence[Loop]) -> list[Loop]:
+    """Returns the loops that stand in a loop."""
+    nodes = set(loop.nodes)
+    return [x for x in loops if x is not loop and nodes.issuperset(x.nodes)]
+
+
+def _trains(graph: Graph, loop: Loop) -> bool:
+    return not loop.place.backward and any(
+        graph.nodes[n].place.backward for n in loop.nodes
+    )
+
+
+def _layer_products(
+    graph: Graph,
+    loop: Loop,
+    categories: Sequence[Category | None],
+    made: set[int],
+) -> list[int]:
+    """Returns the products of a loop with an operand that is a slice of weights."""
+    moved: set[int] = set()
+
+    def is_slice(value: Value) -> bool:
+        if value.slice_of == loop.token:
+            return value.node not in made
+        return value.node in moved
+
+    products = []
+    for index in loop.nodes:
+        node = graph.nodes[index]
+        if categories[index] is Category.ALLOW:
+            if any(map(is_slice, node.inputs)):
+                products.append(index)
+        elif categories[index] is Category.CLEAR and len(node.inputs) == 1:
+            if is_slice(node.inputs[0]):
+                moved.add(index)
+    return products
+
+
+def _multiplies(product: Node, stream: set[int]) -> bool:
+    return any(value.node in stream for value in product.inputs)
+
+
+def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set[int]:
+    """Returns what an iteration computes from a node, up to the next iteration."""
+    found: set[int] = set()
+    stack = [start]
+    while stack:
+        for node in consumers[stack.pop()]:
+            if node in within and node not in found and node != start:
+                found.add(node)
+                stack.append(node)
+    return found

@@ -1,0 +1,198 @@
+"""Where values come from: made by a matrix multiplication, or exact.
+
+Half precision is worth something for activations and cotangents: values that a matrix
+multiplication on half operands has made, and that are as inexact as its result. Every
+other value is exact: an argument, a draw, a constant, a slice, gather or mean of one,
+and all arithmetic on them. Rounding an exact value puts an error where none was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from jmp_rewrite._graph.nodes import Graph, Node, Value, elements, reached
+from jmp_rewrite._rules.table import Category
+
+# The elements of a result are elements of the operands, each used once.
+MOVES = frozenset(
+    {
+        "carry_in",
+        "carry_out",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "device_put",
+        "expand_dims",
+        "join",
+        "name",
+        "optimization_barrier",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "reshard",
+        "rev",
+        "sharding_constraint",
+        "split",
+        "squeeze",
+        "stack_out",
+        "stop_gradient",
+        "transpose",
+    }
+)
+
+
+# A reduction by less than this is no statistic, but a large value itself.
+SMALL = 8
+
+REDUCTIONS = frozenset(
+    {
+        "argmax",
+        "argmin",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_sum",
+    }
+)
+
+
+def made_by_products(
+    categories: Sequence[Category | None], consumers: Sequence[Sequence[int]]
+) -> set[int]:
+    """Returns the nodes that have a matrix multiplication upstream."""
+    products = (n for n, c in enumerate(categories) if c is Category.ALLOW)
+    return reached(products, consumers)
+
+
+def leads_to_product(
+    products: Iterable[int],
+    predecessors: Sequence[Sequence[int]],
+    stops: Callable[[int], bool],
+) -> set[int]:
+    """Returns the nodes that a matrix product depends on without a stop between."""
+    found: set[int] = set()
+    stack = list(products)
+    while stack:
+        for node in predecessors[stack.pop()]:
+            if node not in found and not stops(node):
+                found.add(node)
+                stack.append(node)
+    return found
+
+
+def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
+    """Whether a value holds zeros and ones by construction: a mask, a one-hot, `eye`.
+
+    That is a cast of booleans, a choice between the numbers 0 and 1, or a constant of
+    such numbers, moved or spread in any way.
+    """
+    while value.constant is None and value.node >= 0:
+        node = nodes[value.node]
+        if node.name == "convert_element_type" and not node.inputs:
+            return node.eqn.invars[0].aval.dtype == np.bool_
+        numbers = list(node.literals.values())
+        if node.name == "select_n" and not node.inputs and numbers:
+            return all(number in (0, 1) for number in numbers)
+        is_view = node.name in MOVES or node.name in ("broadcast_in_dim", "slice")
+        if not is_view or len(node.inputs) != 1:
+            return False
+        (value,) = node.inputs
+    known = value.constant
+    return known is not None and bool(np.all((known == 0) | (known == 1)))
+
+
+def root_of(value: Value, nodes: Sequence[Node]) -> Hashable:
+    """Returns a name that is equal for equal values, seen through moves and slices.
+
+    Two slices of one array at the same place are equal, at different places different:
+    the weights of two layers that were stacked.
+    """
+    path: list[Hashable] = []
+    while value.node >= 0:
+        node = nodes[value.node]
+        if len(node.inputs) != 1 or node.name in ("carry_in", "join"):
+            break
+        if node.name in ("slice", "dynamic_slice", "gather"):
+            path.append((node.name, str(node.eqn.params), _positions(node)))
+        elif node.name not in MOVES:
+            break
+        (value,) = node.inputs
+    constant = id(value.constant) if value.constant is not None else None
+    return (value.node, value.argument, value.slice_of, constant, *path)
+
+
+def _positions(node: Node) -> Hashable:
+    """Returns where a slice is taken: the operands that are no array of floats."""
+    return tuple(
+        str(atom.val) if hasattr(atom, "val") else id(atom)
+        for atom in node.eqn.invars[1:]
+    )
+
+
+def size_of(node: Node) -> int:
+    """Returns how many float32 elements a node's results have together."""
+    return elements(node.avals)
+
+
+def moves(graph: Graph, node: int) -> list[int]:
+    """Returns what moves a node's numbers to it, back to what computes them.
+
+    The node comes first and its origin last; they are one if it moves nothing.
+    """
+    found: list[int] = []
+    while node not in found:
+        found.append(node)
+        is_move = graph.nodes[node].name in MOVES - {"carry_in", "join"}
+        sources = [v.node for v in graph.nodes[node].inputs if v.node >= 0]
+        if not is_move or len(sources) != 1:
+            break
+        (node,) = sources
+    return found
+
+
+def moved_arguments(
+    graph: Graph,
+    categories: Sequence[Category | None],
+    like_arguments: Iterable[int] = (),
+) -> dict[int, int]:
+    """Returns the clear nodes whose result holds nothing but arguments' values.
+
+    With each comes the number of dimensions that those arguments have.
+
+    Args:
+      graph: the program.
+      categories: of each node.
+      like_arguments: nodes that hold numbers as large as an argument may hold.
+    """
+    moved = {
+        n: len(graph.nodes[n].avals[0].shape)
+        for n in like_arguments
+        if graph.nodes[n].avals
+    }
+    for node in graph.nodes:
+        if categories[node.index] is Category.CLEAR and node.avals and node.inputs:
+            ranks = [argument_rank(v, moved) for v in node.inputs]
+            if min(ranks) >= 0:
+                moved[node.index] = max(ranks)
+    return moved
+
+
+def argument_rank(value: Value, moved: Mapping[int, int]) -> int:
+    """Returns the dimensions of the argument that a value holds; -1 if it is none.
+
+    Constants whose numbers are known have been checked against the compute dtype.
+    """
+    if value.node >= 0:
+        return moved.get(value.node, -1)
+    known = value.constant is not None or not value.made_of_data
+    return -1 if known else len(value.aval.shape)
+
+
+def has_to_be_read(value: Value, size: int) -> bool:
+    """Whether an operand is data, and large beside what is made of it."""
+    if value.constant is not None or not value.made_of_data:
+        return False
+    return 2 * elements([value.aval]) >= size

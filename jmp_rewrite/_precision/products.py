@@ -1,0 +1,130 @@
+"""Which matrix multiplications are not worth half operands, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jmp_rewrite._graph.nodes import Graph, Node, elements, reached
+from jmp_rewrite._precision.origins import is_indicator, leads_to_product
+from jmp_rewrite._rules.table import PRODUCTS, Category
+
+# A multiplication that adds up no more than this many terms is arithmetic, unless its
+# operands are so large beside its result that half ones save bytes.
+SHORT = 4
+
+# Precisions of a product that ask for no more than the default.
+_NO_REQUEST = frozenset({"NONE", "DEFAULT", "FASTEST", "BFLOAT16"})
+_HALVES = ("bfloat16", "float16")
+
+
+def request(node: Node) -> str | None:
+    """Returns why a multiplication by itself stays float32; None if it need not."""
+    if asked := _explicit_precision(node.eqn):
+        return f"full: precision {asked} was asked for"
+    if not node.avals[0].shape:
+        return "full: a product with a 0-d result reuses nothing"
+    if not any(v.made_of_data for v in node.inputs):
+        return "full: a product of integers, iota and constants"
+    return None
+
+
+def is_short(node: Node) -> bool:
+    """Whether half operands of a matrix multiplication of few terms save nothing."""
+    if node.name not in PRODUCTS or node.name == "ragged_dot_general":
+        return False
+    # Half operands save two bytes an element; the float32 result takes four.
+    saved = 2 * elements([v.aval for v in node.eqn.invars])
+    return 0 <= _terms(node.eqn) <= SHORT and saved < 4 * elements(node.avals)
+
+
+def _terms(eqn: Any) -> int:
+    """Returns how many products each number of the result is a sum of; -1: unknown."""
+    numbers = eqn.params.get("dimension_numbers")
+    first, second = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    if eqn.primitive.name == "dot_general":
+        sizes = [first[d] for d in numbers[0][0]]
+    else:
+        sizes = [second[d] for d in numbers.rhs_spec[1:]]
+    return math.prod(sizes) if all(isinstance(d, int) for d in sizes) else -1
+
+
+def _explicit_precision(eqn: Any) -> str:
+    """Returns the precision that a product asks for, or ""."""
+    asked = eqn.params.get("precision")
+    for part in asked if isinstance(asked, tuple) else (asked,):
+        name = str(getattr(part, "name", part)).upper()
+        if name not in _NO_REQUEST:
+            return name
+    return ""
+
+
+def exact_products(
+    graph: Graph, categories: Sequence[Category | None], candidates: set[int]
+) -> dict[int, str]:
+    """Returns the matrix multiplications that stay float32, with the reason.
+
+    Args:
+      graph: the program.
+      categories: of each node.
+      candidates: the multiplications that may run on half operands so far.
+    """
+    found = dict.fromkeys(_phases(graph, candidates), "full: a phase of sin or cos")
+    cast = _casts_up(graph, categories, candidates)
+    found |= dict.fromkeys(cast, "full: an operand was cast to float32")
+    return found | _of_exact_values(graph, candidates - found.keys())
+
+
+def _phases(graph: Graph, candidates: set[int]) -> set[int]:
+    """Returns products that feed a sine or cosine: phases are off by radians."""
+    consumers = graph.consumers()
+    phases = [n.index for n in graph.nodes if n.name in ("sin", "cos")]
+    products = {n.index for n in graph.nodes if n.name in PRODUCTS}
+    before = leads_to_product(phases, graph.predecessors(), products.__contains__)
+    before |= set(phases)
+    return {n for n in candidates if not before.isdisjoint(consumers[n])}
+
+
+def _casts_up(
+    graph: Graph, categories: Sequence[Category | None], candidates: set[int]
+) -> set[int]:
+    """Returns products of what the user had made half and then cast to float32."""
+    cast_up: set[int] = set()
+    found: set[int] = set()
+    for node in graph.nodes:
+        category, read = categories[node.index], [v.node for v in node.inputs]
+        if node.name == "convert_element_type" and category is Category.DENY:
+            if node.avals and node.eqn.invars[0].aval.dtype.name in _HALVES:
+                cast_up.add(node.index)
+        elif category is Category.CLEAR and len(read) == 1 and read[0] in cast_up:
+            cast_up.add(node.index)
+        elif node.index in candidates and not cast_up.isdisjoint(read):
+            found.add(node.index)
+    return found
+
+
+def _of_exact_values(graph: Graph, candidates: set[int]) -> dict[int, str]:
+    """Returns the products of exact values that half operands gain nothing for.
+
+    One of zeros and ones by construction copies, counts or selects exact values, and so
+    its result is exact; one of few terms is arithmetic. Activations and cotangents are
+    rounded anyway.
+    """
+    consumers, nodes = graph.consumers(), graph.nodes
+    why: dict[int, str] = {}
+    others: dict[int, list[int]] = {}
+    for n in candidates:
+        others[n] = [v.node for v in nodes[n].inputs if not is_indicator(v, nodes)]
+        if len(others[n]) < len(nodes[n].inputs):
+            why[n] = "full: it copies, counts or selects exact values"
+        elif is_short(nodes[n]):
+            why[n] = f"full: a sum of no more than {SHORT} products of exact values"
+    made = reached(candidates - why.keys(), consumers)
+    while True:
+        of_made = [n for n in why if not made.isdisjoint(others[n])]
+        if not of_made:
+            return why
+        made |= reached(of_made, consumers)
+        for node in of_made:
+            del why[node]

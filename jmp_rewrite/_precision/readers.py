@@ -1,0 +1,149 @@
+"""Values that are read unrounded: by code that multiplies an error.
+
+Two kinds of code do, and neither is on the way to a matrix multiplication alone. Some
+primitives are steep or jump: a decomposition, a sine, a cast to an integer. And a
+difference of two values that an exact one was added to leaves the error that rounding
+has put on the exact part: what is measured with an offset is rounded before the offset
+is added, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jmp_rewrite._graph.nodes import Graph, Node, Value
+from jmp_rewrite._precision.origins import MOVES, leads_to_product
+from jmp_rewrite._rules.table import SHARP
+
+# A sum with an exact value still holds it behind these.
+_KEEPS_OFFSET = MOVES | {
+    "broadcast_in_dim",
+    "clamp",
+    "dynamic_slice",
+    "gather",
+    "max",
+    "min",
+    "neg",
+    "pad",
+    "reduce_sum",
+    "select_n",
+    "slice",
+}
+
+
+def read_sharply(graph: Graph, products: set[int]) -> dict[int, int]:
+    """Returns the nodes that a sharp primitive reads, and which one.
+
+    Args:
+      graph: the program.
+      products: the matrix multiplications of half operands, which end what is read.
+    """
+    found: dict[int, int] = {}
+    for node in graph.nodes:
+        if _is_sharp(node):
+            read = leads_to_product(
+                [node.index],
+                graph.predecessors(),
+                lambda n: n in found or n in products,
+            )
+            direct = _products_before(graph, [node.index, *read], products)
+            for source in (*read, *direct):
+                found.setdefault(source, node.index)
+    return found
+
+
+def _products_before(graph: Graph, nodes: list[int], products: set[int]) -> set[int]:
+    reads = graph.predecessors()
+    return {s for n in nodes for s in reads[n] if s in products}
+
+
+def _is_sharp(node: Node) -> bool:
+    if node.name in SHARP:
+        return True
+    if node.name != "convert_element_type" or not node.inputs:
+        return False
+    return np.dtype(node.eqn.params["new_dtype"]).kind in "iu"
+
+
+def offsets(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
+    """Returns the nodes that hold an offset that is subtracted again, and where.
+
+    Args:
+      graph: the program.
+      made: the nodes that have a matrix multiplication upstream.
+      small: statistics, which a normalization subtracts from what they are of.
+    """
+    holds = _holds_offset(graph, made)
+    found: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.name == "sub" and _cancels(node, graph, holds, made, small):
+            stack = [v.node for v in node.inputs if v.node in holds]
+            while stack:
+                source = stack.pop()
+                if source not in found:
+                    found[source] = node.index
+                    inputs = graph.nodes[source].inputs
+                    stack += [v.node for v in inputs if v.node in holds]
+    return found
+
+
+def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
+    """Returns the made nodes that an exact value was added to, with no end between."""
+
+    def is_exact(value: Value) -> bool:
+        return value.node not in made
+
+    holds: set[int] = set()
+    for node in graph.nodes:
+        if node.index not in made or not node.avals:
+            continue
+        exact = any(map(is_exact, node.inputs)) or any(node.literals.values())
+        held = any(v.node in holds for v in node.inputs)
+        if node.name in ("add", "sub"):
+            on = exact or held
+        elif node.name in ("mul", "div"):
+            others = [v for v in node.inputs if v.node not in holds]
+            on = held and all(map(is_exact, others))
+        else:
+            on = held and node.name in _KEEPS_OFFSET
+        if on:
+            holds.add(node.index)
+    return holds
+
+
+def _cancels(
+    node: Node, graph: Graph, holds: set[int], made: set[int], small: set[int]
+) -> bool:
+    """Whether a difference is one of two values with an exact part."""
+    if any(_spreads(v, graph, small) for v in node.inputs):
+        return False
+    held = [v for v in node.inputs if v.node in holds]
+    exact = [v for v in node.inputs if v.node not in made]
+    return len(held) == 2 or (
+        len(held) == 1 and (bool(exact) or any(node.literals.values()))
+    )
+
+
+def _spreads(value: Value, graph: Graph, small: set[int]) -> bool:
+    """Whether a value is a statistic, spread over what it is subtracted from."""
+    while value.node >= 0 and value.node not in small:
+        node = graph.nodes[value.node]
+        is_view = node.name in MOVES or node.name in ("broadcast_in_dim", "gather")
+        if not is_view or len(node.inputs) != 1:
+            return False
+        (value,) = node.inputs
+    return value.node in small
+
+
+def sentences(graph: Graph, found: Mapping[int, int], text: str) -> dict[int, str]:
+    """Returns a reason for each node, naming what reads it and its line."""
+    from jax.extend import source_info_util
+
+    def describe(reader: int) -> str:
+        node = graph.nodes[reader]
+        where = source_info_util.summarize(node.eqn.source_info)
+        return text.format(name=node.name, where=where)
+
+    return {n: describe(reader) for n, reader in found.items()}

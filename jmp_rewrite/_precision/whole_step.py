@@ -1,0 +1,55 @@
+"""Whole steps: programs that hold their own backward pass, and their optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jmp_rewrite._graph.nodes import Graph, reached
+from jmp_rewrite._rules.table import Category
+
+
+def is_whole_step(graph: Graph) -> bool:
+    """Tells a program that nobody differentiates: a whole step, or a gradient.
+
+    It holds a backward pass, and returns something that this has made in the shape of
+    an argument: gradients, or new parameters. A loss with a gradient inside (a penalty,
+    a physics-informed one) returns a number, and is differentiated once more.
+    """
+    backward = (n.index for n in graph.nodes if n.place.backward)
+    made = reached(backward, graph.consumers())
+    shapes = {v.aval.shape for v in graph.arguments} - {()}
+    return any(v.node in made and v.aval.shape in shapes for v in graph.results)
+
+
+def optimizer_products(
+    graph: Graph, categories: Sequence[Category | None], state: set[int]
+) -> list[int]:
+    """Returns the products that make updates of gradients: Shampoo's, Muon's.
+
+    Within one iteration they lie between a backward pass and a train state, and no
+    backward pass follows: a second forward pass, as in SAM or a GAN step, is followed
+    by its own, and an evaluation after the step leads to no state.
+    """
+    nodes = graph.nodes
+    steps = [
+        [v.node for v in n.inputs if v.node >= 0 and nodes[v.node].name != "carry_out"]
+        for n in nodes
+    ]
+    after = [n.place.backward for n in nodes]
+    before = list(after)
+    updates = [n.index in state for n in nodes]
+    for index, sources in enumerate(steps):
+        after[index] = after[index] or any(after[s] for s in sources)
+    for index in range(len(nodes) - 1, -1, -1):
+        for source in steps[index]:
+            before[source] = before[source] or before[index]
+            updates[source] = updates[source] or updates[index]
+    return [
+        n
+        for n, category in enumerate(categories)
+        if category is Category.ALLOW
+        and not nodes[n].place.backward
+        and after[n]
+        and not before[n]
+        and updates[n]
+    ]
