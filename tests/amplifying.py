@@ -49,6 +49,18 @@ def normal(rng: Any, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Any:
     return np.asarray(rng.randn(*shape) * scale + mean, f32)
 
 
+def shuffled(leaves: list[Any], seed: int) -> list[Any]:
+    """Returns arrays of floats with their numbers in another order, others as given."""
+    rng = np.random.RandomState(seed)
+
+    def move(x: Any) -> Any:
+        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return rng.permutation(np.ravel(x)).reshape(x.shape)
+
+    return [move(x) for x in leaves] if seed else leaves
+
+
 def scalar(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a loss: the sum of the results, each with a weight of its own."""
 

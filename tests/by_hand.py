@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
-from eager import BF16, F16, F32, F64, HALVES, Evaluator, array, bind, is_key
+from eager import BF16, F16, F32, F64, HALVES, Evaluator, bind, is_key
 from jax import lax
-from kernels import KERNELS, cast, dot_general
+from kernels import KERNELS, cast
 
 Run = Callable[[Sequence[Any]], list[np.ndarray]]
 DTYPES = {"mixed_bfloat16": BF16, "mixed_float16": F16, "float32": F32}
@@ -112,7 +112,9 @@ class _Reference(Evaluator):
                 params[key] = _WIDER.get(dtype, params[key])
         kernel = KERNELS.get(name)
         if kernel is not None and not any(map(is_key, values)):
-            outs = kernel(params, *[x.astype(F64) if x.dtype in HALVES else x for x in values])
+            outs = kernel(
+                params, *[x.astype(F64) if x.dtype in HALVES else x for x in values]
+            )
             outs = outs if isinstance(outs, list) else [outs]
             dtypes = [v.aval.dtype for v in eqn.outvars]
             pairs = zip(outs, dtypes, strict=True)
@@ -249,7 +251,9 @@ class _ByHand(Evaluator):
             made = frozenset().union(*(x.made for x in strong))
             outs = super().compute(eqn, [self._rounded(x.array) for x in values])
             return [
-                _Value(x.astype(self.half), False, made) if x.dtype == F32 else _Value(x)
+                _Value(x.astype(self.half), False, made)
+                if x.dtype == F32
+                else _Value(x)
                 for x in outs
             ]
         weak = bool(floats) and not strong
@@ -319,7 +323,9 @@ class _AsDevice(Evaluator):
             on_gpu = self.platform == "cuda"
             return [_rounded(out, values[0].dtype) if on_gpu else out]
         if name == "feature_sum":
-            return [_feature_sum(*values, **params) if self.platform == "tpu" else values[0]]
+            return [
+                _feature_sum(*values, **params) if self.platform == "tpu" else values[0]
+            ]
         return None
 
     def compute(self, eqn: Any, values: list[Any]) -> list[Any]:
@@ -348,7 +354,9 @@ def _saturated(x: Any, dtype: Any) -> Any:
     return inside.astype(dtype)
 
 
-def _feature_sum(stored: Any, first: Any, second: Any, *factors: Any, layout: Any) -> Any:
+def _feature_sum(
+    stored: Any, first: Any, second: Any, *factors: Any, layout: Any
+) -> Any:
     terms = first.astype(F32) * second.astype(F32).transpose(layout.order)
     total = terms.sum(tuple(layout.features)).transpose(layout.rows)
     total = total * F32.type(layout.number)

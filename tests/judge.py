@@ -148,13 +148,13 @@ class Judge:
 
 
 def _is_worse(ours: Any, hand: Any, full: Any) -> bool:
-    """Whether ours is non-finite where the exact result, by hand and float32 are not."""
+    """Whether ours is non-finite where nothing else is."""
     fine = [np.isfinite(x) for x in (ours[1], hand[0], full[0])]
     return bool(np.any(np.logical_and.reduce(fine) & ~np.isfinite(ours[0])))
 
 
 def _numbers(x: Any) -> Any:
-    """Returns an array in float64, a complex one's parts apart; integers as they are."""
+    """Returns floats in float64, a complex number's parts apart; others as they are."""
     if is_key(x):
         return np.zeros(0)
     if np.issubdtype(x.dtype, np.complexfloating):
