@@ -3,17 +3,12 @@
 import amplifying
 import jax
 import pytest
-from amplifying import CASES, POLICIES, forms, trace
+from amplifying import CASES, POLICIES, SUITED, forms, trace
 from by_hand import DEVICES
 from helpers import arrays
 from judge import Judge
-from programs import PROGRAMS
 
 from jmp_rewrite import mixed_precision_jaxpr
-
-# Of these no equation stands for what a device computes: they hold collectives, mutable
-# arrays, or calls of Python.
-UNSUITED = {"shard_map", "pmap", "references", "callbacks"}
 
 
 def explain(found):
@@ -36,9 +31,7 @@ def test_what_multiplies_an_error(case, form, policy, device):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "program", [p for p in PROGRAMS if p.name not in UNSUITED], ids=str
-)
+@pytest.mark.parametrize("program", SUITED, ids=str)
 def test_programs(program, policy):
     """Each result and gradient of the tests' programs, as all devices are given it."""
     args = program.args()
