@@ -118,6 +118,10 @@ def _one_hot(e: Any) -> Any:
     return jax.nn.one_hot(IDS, N, dtype=jnp.float32)
 
 
+def _signs(a: Any) -> Any:
+    return (a > 0).astype(jnp.float32)
+
+
 def _draw(e: Any) -> Any:
     return jax.random.normal(jax.random.key(1), SHAPE) * N**-0.5
 

@@ -23,8 +23,8 @@ from jmp_rewrite import mixed_precision, mixed_precision_jaxpr
 
 f32 = np.float32
 POLICIES = ("mixed_bfloat16", "mixed_float16")
-# The tests' programs but those that hold collectives, mutable arrays or calls of Python:
-# of these no equation stands for what a device computes.
+# The tests' programs but those that hold collectives, mutable arrays or calls of
+# Python: of these no equation stands for what a device computes.
 _UNSUITED = {"shard_map", "pmap", "references", "callbacks"}
 SUITED = [p for p in PROGRAMS if p.name not in _UNSUITED]
 

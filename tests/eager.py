@@ -28,6 +28,7 @@ CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
+    "eval_jaxpr": "call_jaxpr",
     "jit": "jaxpr",
     "pjit": "jaxpr",  # JAX < 0.11
     "remat2": "jaxpr",
@@ -45,6 +46,8 @@ MOST_ITERATIONS = 10_000
 
 def is_key(x: Any) -> bool:
     """Whether an array holds keys of random numbers."""
+    if isinstance(x, np.ndarray):
+        return False
     return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 

@@ -33,7 +33,7 @@ from eager import F64, is_key
 
 EPS = {"mixed_bfloat16": 2.0**-8, "mixed_float16": 2.0**-11, "float32": 2.0**-24}
 EPSILONS, FACTOR = 2.0, 1.5
-DRAWS = (4, 24, 96)
+DRAWS = (2, 8, 32, 128)
 
 
 class Verdict(NamedTuple):

@@ -195,6 +195,7 @@ UNARY: dict[str, Any] = {
     "log1p": np.log1p,
     "logistic": scipy.special.expit,
     "neg": np.negative,
+    "one_minus_square": lambda x: (1 - x) * (1 + x),
     "not": np.invert,
     "optimization_barrier": lambda *xs: list(xs),
     "real": np.real,
@@ -246,7 +247,9 @@ MOVES: dict[str, Kernel] = {
     "select_n": _select,
     "slice": _slice,
     "split": _split,
+    "stack": lambda params, *xs: np.stack(xs, params["axis"]),
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    "unstack": lambda params, x: list(np.moveaxis(x, params["axis"], 0)),
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
 }
 KERNELS: dict[str, Kernel] = {
