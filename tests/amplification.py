@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from amplification_ops import ARGUMENTS, NESTED, OPS, WEIGHTS, arguments
+from amplification_ops import ARGUMENTS, FORWARD_ONLY, NESTED, OPS, WEIGHTS, arguments
 from amplifying import POLICIES, scalar, trace
 from by_hand import DEVICES, DTYPES
 from judge import DRAWS, Judge, Verdict
@@ -25,7 +25,9 @@ from judge import DRAWS, Judge, Verdict
 from jmp_rewrite import mixed_precision, mixed_precision_jaxpr
 
 f32 = np.float32
-FORMS = ("forward", "gradient", "outside", "step")
+FORMS = ("forward", "forward", "gradient", "outside", "step")
+# Blocks of these are differentiated.
+DIFFERENTIATES = ("descent", "gradient")
 # By hand is off by more than this: the program says nothing.
 UNREASONABLE = 0.2
 
@@ -108,14 +110,22 @@ def _step(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def draw(seed: int) -> Program:
-    """Returns a program of two to eight statements."""
+    """Returns a program of two to seven statements; loops are rarely in loops."""
     rng = random.Random(seed)
     names = iter(f"v{i}" for i in range(1000))
     classes = {n: c for n, c in ARGUMENTS.items() if c in ("u", "L")}
-    block = _draw_block(rng, names, classes, rng.randint(2, 8), depth=2)
+    depth = 1 + (rng.random() < 0.1)
+    block = _draw_block(rng, names, classes, rng.randint(2, 7), depth)
     made = [s.target for s in block]
     returns = {made[-1], rng.choice(made)}
-    return Program(block, tuple(sorted(returns)), rng.choice(FORMS))
+    form = rng.choice(FORMS)
+    if FORWARD_ONLY & _ops(block):
+        form = FORMS[0]
+    return Program(block, tuple(sorted(returns)), form)
+
+
+def _ops(block: tuple[Statement, ...]) -> set[str]:
+    return {s.op for s in block}.union(*(_ops(s.body) for s in block))
 
 
 def _draw_block(
@@ -138,7 +148,9 @@ def _draw_block(
         if nested:
             inner = {**classes, "a": "u", "b": "u"}
             body = _draw_block(rng, names, inner, rng.randint(1, 3), depth - 1)
-            if not body or table[op].gives and _gives(body[-1]) != "u":
+            if not body or _gives(body[-1]) != "u":
+                continue
+            if FORWARD_ONLY & _ops(body) and op.startswith(DIFFERENTIATES):
                 continue
             if not _reads(body, "a"):
                 first = body[0]

@@ -19,6 +19,7 @@ N = 8
 SHAPE = (N, N)
 IDS = np.array([2, 0, 3, 3, 7, 1, 5, 6])
 MASK = np.tril(np.ones(SHAPE, bool))
+CAPTURED = np.random.RandomState(9).randn(*SHAPE).astype("f4") * 0.35
 f32 = np.float32
 # Names of arguments, and the class of those that ops may read: weights come first.
 ARGUMENTS = {
@@ -118,6 +119,10 @@ def _one_hot(e: Any) -> Any:
     return jax.nn.one_hot(IDS, N, dtype=jnp.float32)
 
 
+def _labels(a: Any) -> Any:
+    return lax.stop_gradient(jnp.argmax(a, 1, keepdims=True))
+
+
 def _signs(a: Any) -> Any:
     return (a > 0).astype(jnp.float32)
 
@@ -193,6 +198,22 @@ OPS: dict[str, Op] = {
         div=lambda e, a, b: a / (1 + b * b),
         where=lambda e, a, b: jnp.where(MASK, a, b),
     ),
+    **_group(
+        "losses",
+        "uu",
+        "u",
+        squared_error=lambda e, a, b: _rows(jnp.mean((a - b) ** 2)),
+        cross_entropy=lambda e, a, b: _rows(
+            -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(a), _labels(b), 1))
+        ),
+        contrastive=lambda e, a, b: _rows(
+            -jnp.mean(jnp.diag(jax.nn.log_softmax(_norm(a) @ _norm(b).T / 0.1)))
+        ),
+        huber=lambda e, a, b: _rows(jnp.mean(jnp.minimum((a - b) ** 2, 1.0))),
+        log_likelihood=lambda e, a, b: _rows(
+            jnp.mean((a / (0.1 + jax.nn.softplus(b))) ** 2 + jnp.log(0.1 + b**2))
+        ),
+    ),
     # ---- where state comes from
     **_group(
         "origins",
@@ -205,6 +226,7 @@ OPS: dict[str, Op] = {
         padded=lambda e: jnp.pad(e["w1"][:6], ((0, 2), (0, 0))),
         row=lambda e: _rows(e["w1"][0]),
         draw=_draw,
+        captured=lambda e: jnp.asarray(CAPTURED),
         uniform=lambda e: jax.random.uniform(jax.random.key(2), SHAPE),
         positions=lambda e: jnp.arange(64, dtype=jnp.float32).reshape(SHAPE) / 8,
     ),
@@ -364,6 +386,11 @@ def _fori_steps(f: Body, s: Any, b: Any) -> Any:
     return lax.fori_loop(0, STEPS, lambda _, s: s + RATE * f(s, b), s)
 
 
+def _while_steps(f: Body, s: Any, b: Any) -> Any:
+    body = lambda c: (c[0] + 1, c[1] + RATE * f(c[1], b))  # noqa: E731
+    return lax.while_loop(lambda c: c[0] < STEPS, body, (0, s))[1]
+
+
 def _descent(f: Body, w: Any, b: Any) -> Any:
     for _ in range(STEPS):
         w = w - RATE * jax.grad(lambda w: jnp.mean((f(w, b) - b) ** 2) * N)(w)
@@ -427,11 +454,14 @@ _STEPS = {
     "unrolled": _unrolled,
     "scan": _scan_steps,
     "fori": _fori_steps,
+    "while": _while_steps,
     "descent": _descent,
     "descent_scan": _descent_scan,
     "momentum": _momentum,
     "average": _average,
 }
+# Nothing can be differentiated in reverse through these.
+FORWARD_ONLY = frozenset({"while_state", "while_change"})
 NESTED: dict[str, Op] = {
     **{f"{k}_state": Op(f, "uu", "u", "states") for k, f in _STEPS.items()},
     **{
@@ -455,6 +485,7 @@ NESTED: dict[str, Op] = {
         jit=lambda f, a, b: jax.jit(f)(a, b),
         checkpoint=lambda f, a, b: jax.checkpoint(f)(a, b),
         cond=_half_of,
+        map=lambda f, a, b: lax.map(lambda r: f(a, b * r[:, None])[0], b),
         vmap=lambda f, a, b: jax.vmap(f, (0, None))(jnp.stack([a, b]), b).mean(0),
         gradient=lambda f, a, b: jax.grad(lambda a: jnp.sum(f(a, b) ** 2))(a),
     ),

@@ -14,6 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from jax import lax
+from jax.extend import core as jex
 from kernels import KERNELS, cast
 
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -46,7 +47,7 @@ MOST_ITERATIONS = 10_000
 
 def is_key(x: Any) -> bool:
     """Whether an array holds keys of random numbers."""
-    if isinstance(x, np.ndarray):
+    if type(x) is np.ndarray:
         return False
     return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
@@ -95,13 +96,13 @@ class Evaluator:
     def compute(self, eqn: Any, values: list[Any]) -> list[Any]:
         """Computes one op in the dtypes of its variables; half ones through float32."""
         kernel = KERNELS.get(eqn.primitive.name)
-        dtypes = [v.aval.dtype for v in eqn.outvars]
         if kernel is None or any(map(is_key, values)):
             return bind(eqn, values, eqn.params)
         wide = [x.astype(F32) if x.dtype in HALVES else x for x in values]
         outs = kernel(eqn.params, *wide)
-        outs = outs if isinstance(outs, list) else [outs]
-        return [cast(np.asarray(x), d) for x, d in zip(outs, dtypes, strict=True)]
+        outs = outs if type(outs) is list else [outs]
+        pairs = zip(outs, eqn.outvars, strict=True)
+        return [cast(np.asarray(x), v.aval.dtype) for x, v in pairs]
 
     # ---- jaxprs, calls, loops and branches
 
@@ -111,13 +112,14 @@ class Evaluator:
         env = dict(zip([*body.constvars, *body.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> Any:
-            if hasattr(atom, "val"):
+            if type(atom) is jex.Literal:
                 return self.literal(np.asarray(atom.val, atom.aval.dtype))
             return env[atom]
 
         for eqn in body.eqns:
             outs = self.equation(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
+            for var, x in zip(eqn.outvars, outs, strict=True):
+                env[var] = x
         return [read(v) for v in body.outvars]
 
     def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
