@@ -28,6 +28,8 @@ f32 = np.float32
 FORMS = ("forward", "forward", "gradient", "outside", "step")
 # Blocks of these are differentiated.
 DIFFERENTIATES = ("descent", "gradient")
+# What shrinking puts in the place of a value of a class.
+SIMPLEST = {"u": "x", "L": "level"}
 # By hand is off by more than this: the program says nothing.
 UNREASONABLE = 0.2
 
@@ -241,7 +243,7 @@ def _is_reasonable(judged: Judge, half: Any) -> bool:
 # ---- how they are shrunk
 
 
-def shrink(failure: Failure, tries: int = 150) -> Failure:
+def shrink(failure: Failure, tries: int = 100) -> Failure:
     """Returns a smaller program that breaks the law under the same policy and device.
 
     Statements are dropped and what reads them reads their operands; blocks of loops are
@@ -286,7 +288,7 @@ def _smaller(program: Program) -> Iterator[Program]:
                 if name not in ARGUMENTS:
                     new = tuple(sorted({name, *returns} - {block[i].target}))
                     yield program._replace(returns=new)
-    for smaller in _smaller_blocks(block):
+    for smaller in _smaller_blocks(block, _classes(block)):
         if all(any(s.target == r for s in smaller) for r in returns):
             yield program._replace(block=smaller)
 
@@ -306,23 +308,31 @@ def _read(statement: Statement) -> set[str]:
     return {*statement.operands}.union(*map(_read, statement.body))
 
 
-def _smaller_blocks(block: tuple[Statement, ...]) -> Iterator[tuple[Statement, ...]]:
-    for i in reversed(range(len(block))):
-        rest = block[:i] + block[i + 1 :]
-        for name in dict.fromkeys(block[i].operands):
-            yield tuple(_renamed(s, block[i].target, name) for s in rest)
-        for body in _smaller_blocks(block[i].body):
+def _classes(block: tuple[Statement, ...]) -> dict[str, str]:
+    """Returns the class of each value, those of arguments too."""
+    found = {**ARGUMENTS, "a": "u", "b": "u"}
+    for s in block:
+        found |= {**_classes(s.body), s.target: _gives(s)}
+    return found
+
+
+def _smaller_blocks(
+    block: tuple[Statement, ...], classes: dict[str, str]
+) -> Iterator[tuple[Statement, ...]]:
+    for i, s in reversed(list(enumerate(block))):
+        before, after = block[:i], block[i + 1 :]
+        for name in dict.fromkeys(s.operands):
+            if classes[name] == classes[s.target]:
+                rest = (*before, *after)
+                yield tuple(_renamed(other, s.target, name) for other in rest)
+        for body in _smaller_blocks(s.body, classes):
             if body:
-                yield (*block[:i], block[i]._replace(body=body), *block[i + 1 :])
-        for j, name in enumerate(block[i].operands):
-            if name not in ("x", "a", "w1", "w2", "level"):
-                kinds = {"u": "x", "L": "level"}
-                table = NESTED if block[i].body else OPS
-                other = kinds[table[block[i].op].takes[j]]
-                operands = list(block[i].operands)
-                operands[j] = other
-                new = block[i]._replace(operands=tuple(operands))
-                yield (*block[:i], new, *block[i + 1 :])
+                yield (*before, s._replace(body=body), *after)
+        for j, name in enumerate(s.operands):
+            simple = SIMPLEST.get(classes[name])
+            if simple and name not in (simple, "a") and name not in WEIGHTS:
+                operands = (*s.operands[:j], simple, *s.operands[j + 1 :])
+                yield (*before, s._replace(operands=operands), *after)
 
 
 def _renamed(s: Statement, old: str, new: str) -> Statement:

@@ -82,8 +82,8 @@ def test_shrinking_keeps_what_fails(monkeypatch):
     )
 
     def fails(program, policies, devices):
-        names = {s.op for s in program.block}
-        if "sort" in names:
+        used = amplification._used(program.block, program.returns)
+        if "sort" in {s.op for s in used}:
             yield amplification.Failure(program, policies[0], devices[0], [])
 
     monkeypatch.setattr(amplification, "failures", fails)
