@@ -1,0 +1,401 @@
+"""Programs that multiply an error of rounding: what half precision by hand survives.
+
+`python tests/amplifying.py` prints a table of their errors, by policy and device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from by_hand import DEVICES
+from jax import lax
+from judge import EPS, Judge, Verdict
+from programs import PROGRAMS
+
+from jmp_rewrite import mixed_precision, mixed_precision_jaxpr
+
+f32 = np.float32
+POLICIES = ("mixed_bfloat16", "mixed_float16")
+# The tests' programs but those that hold collectives, mutable arrays or calls of
+# Python: of these no equation stands for what a device computes.
+_UNSUITED = {"shard_map", "pmap", "references", "callbacks"}
+SUITED = [p for p in PROGRAMS if p.name not in _UNSUITED]
+
+
+class Case(NamedTuple):
+    """A program, and how its arguments are drawn.
+
+    Attributes:
+      name: names the test.
+      fun: returns a tree of arrays.
+      draw: makes the arguments, with a `numpy.random.RandomState`.
+      grad: which arguments are differentiated with respect to; empty for none.
+      exact: whether it copies or counts, so that half may change nothing.
+    """
+
+    name: str
+    fun: Callable[..., Any]
+    draw: Callable[[np.random.RandomState], tuple[Any, ...]]
+    grad: tuple[int, ...] = (0,)
+    exact: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def normal(rng: Any, *shape: int, scale: float = 1.0, mean: float = 0.0) -> Any:
+    return np.asarray(rng.randn(*shape) * scale + mean, f32)
+
+
+def shuffled(leaves: list[Any], seed: int) -> list[Any]:
+    """Returns arrays of floats with their numbers in another order, others as given."""
+    rng = np.random.RandomState(seed)
+
+    def move(x: Any) -> Any:
+        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return rng.permutation(np.ravel(x)).reshape(x.shape)
+
+    return [move(x) for x in leaves] if seed else leaves
+
+
+def scalar(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss: the sum of the results, each with a weight of its own."""
+
+    def loss(*args: Any) -> Any:
+        total = f32(0)
+        for x in jax.tree.leaves(fun(*args)):
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                weights = np.cos(np.arange(x.size, dtype=f32)).reshape(x.shape)
+                total += jnp.sum(x * weights)
+        return total
+
+    return loss
+
+
+def gradient(case: Case) -> Callable[..., Any]:
+    return jax.value_and_grad(scalar(case.fun), case.grad)
+
+
+def forms(case: Case) -> dict[str, Callable[..., Any]]:
+    """Returns the functions to judge: the program, and its gradient."""
+    if not case.grad:
+        return {"forward": case.fun}
+    return {"forward": case.fun, "gradient": gradient(case)}
+
+
+# ---- 1. state: slices and draws, updated in steps
+
+
+def ensemble_member(ws, x, y):
+    """One member of a stacked ensemble, trained for four steps; its change."""
+    w = ws[0]
+    for _ in range(4):
+        w = w - f32(1e-3) * jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - y) ** 2))(w)
+    return w - ws[0]
+
+
+def ensemble_args(rng):
+    return normal(rng, 2, 16, 8, scale=0.5), normal(rng, 32, 16), normal(rng, 32, 8)
+
+
+def drawn_member(x, y):
+    """A network whose weights are drawn inside, trained for four steps."""
+    start = jax.random.normal(jax.random.key(0), (16, 8)) * f32(0.5)
+    w = start
+    for _ in range(4):
+        w = w - f32(1e-3) * jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - y) ** 2))(w)
+    return w - start
+
+
+def rollout(traj, w):
+    """A trajectory near 1000 from a slice of the data; its change."""
+    y = traj[0]
+    for _ in range(3):
+        y = y + f32(1e-2) * jnp.tanh((y - f32(1000)) @ w)
+    return y - traj[0]
+
+
+def rollout_args(rng):
+    return normal(rng, 2, 8, 8, mean=1000), normal(rng, 8, 8, scale=0.5)
+
+
+def mean_of_members(ws, x):
+    """The mean of stacked weights, updated; its change."""
+    start = ws.mean(0)
+    w = start
+    for _ in range(3):
+        w = w - f32(1e-3) * (x.T @ jnp.tanh(x @ w)) / f32(32)
+    return w - start
+
+
+def padded(w, x):
+    """A padded weight, updated; its change."""
+    start = jnp.pad(w, ((0, 4), (0, 0)))
+    w = start
+    for _ in range(3):
+        w = w - f32(1e-3) * (x.T @ jnp.tanh(x @ w)) / f32(32)
+    return w - start
+
+
+# ---- 2. offsets and units
+
+
+def units(x, w1, w2, mean, std):
+    y = (x @ w1) * std + mean
+    return ((y - mean) / std) @ w2
+
+
+def units_args(rng):
+    mean, std = np.full(16, 101325, f32), np.full(16, 1000, f32)
+    x, w1, w2 = normal(rng, 32, 8), normal(rng, 8, 16, scale=0.35), normal(rng, 16, 8)
+    return x, w1, w2 * f32(0.25), mean, std
+
+
+def td_error(params, s, t, r):
+    """A temporal difference of values near 5000."""
+    w1, w2, mean = params
+    value = lambda x: (jnp.tanh(x @ w1) @ w2) * f32(50) + mean  # noqa: E731
+    return r + f32(0.99) * value(t) - value(s)
+
+
+def td_args(rng):
+    params = (
+        normal(rng, 8, 16, scale=0.35),
+        normal(rng, 16, 1, scale=0.25),
+        np.full((1, 1), 5000, f32),
+    )
+    s, r = normal(rng, 32, 8), normal(rng, 32, 1, mean=50)
+    return params, s, s + normal(rng, 32, 8, scale=0.5), r
+
+
+# ---- 3. products that float32 code alone reads
+
+
+def gram_cholesky(x):
+    eye = jnp.eye(64, dtype=jnp.float32)
+    return jnp.linalg.cholesky(x @ x.T + f32(1e-2) * eye)
+
+
+def covariance(x):
+    return jnp.cov(x.T)
+
+
+def counts(i):
+    return (i @ i.T).astype(jnp.int32)
+
+
+# ---- 4. the range of float16
+
+
+def quadratic_form(d):
+    return jnp.einsum("bi,ij,bj->b", d, f32(1e6) * jnp.eye(8, dtype=jnp.float32), d)
+
+
+def squared_norms(r):
+    return jnp.einsum("ij,ij->i", r, r)
+
+
+# ---- 5. copies
+
+
+def patches(x):
+    """Patches of 12-bit pixels."""
+    return lax.conv_general_dilated_patches(x, (3, 3), (1, 1), "SAME")
+
+
+def pixels(rng):
+    return (rng.randint(0, 4096, (1, 2, 8, 8)).astype(f32),)
+
+
+# ---- 6. coordinates
+
+
+def pair_energy(w, positions):
+    """An interatomic potential: sines of distances, and messages of differences."""
+    w1, w2, frequencies = w
+    d = positions[:, None] - positions[None]
+    r = jnp.sqrt((d * d).sum(-1) + f32(1e-2))
+    waves = jnp.sin(r[..., None] * frequencies) / r[..., None]
+    vectors = jnp.einsum("ijf,ijc->ifc", jnp.tanh(waves @ w1), d)
+    return jnp.sum((vectors**2).sum(-1) @ w2)
+
+
+def energy_and_forces(w, positions):
+    return jax.value_and_grad(pair_energy, 1)(w, positions)
+
+
+def potential_args(rng):
+    frequencies = np.arange(1, 9, dtype=f32) * f32(np.pi / 2)
+    w = normal(rng, 8, 16, scale=0.3), normal(rng, 16, 1, scale=0.25), frequencies
+    return w, normal(rng, 12, 3, scale=3)
+
+
+def potential_loss(w, positions, energy, forces):
+    """The loss of an interatomic potential, of its energy and forces."""
+    e, f = energy_and_forces(w, positions)
+    return (e - energy) ** 2 * f32(1e-2) + jnp.mean((f + forces) ** 2)
+
+
+def potential_loss_args(rng):
+    w, positions = potential_args(rng)
+    return w, positions, normal(rng), normal(rng, 12, 3)
+
+
+# ---- 7. a small value whose sum is a bias' gradient
+
+
+def bias_step(params, state, x, y):
+    """A step of SGD with momentum: the last layer has one output, four examples."""
+
+    def loss(params):
+        w1, w2, b = params
+        out = jnp.tanh(x @ w1) @ w2 + b
+        return jnp.mean((out - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, state = optax.sgd(1e-2, momentum=0.9).update(grads, state, params)
+    return optax.apply_updates(params, updates), state, value
+
+
+def bias_args(rng):
+    w1, w2 = normal(rng, 8, 16, scale=0.35), normal(rng, 16, 1, scale=0.25)
+    params = w1, w2, np.zeros((1, 1), f32)
+    x = normal(rng, 4, 8)
+    y = np.tanh(x @ w1) @ w2 + normal(rng, 4, 1)
+    y -= (y - np.tanh(x @ w1) @ w2).mean() * f32(0.98)  # differences nearly cancel
+    return params, optax.sgd(1e-2, momentum=0.9).init(params), x, y
+
+
+# ---- 8. a carry that is computed without a maximum
+
+
+def carried_scores(t, xs, w, v):
+    """A chain's scores, written without a maximum, and what a layer makes of them."""
+    emissions = xs @ w
+
+    def step(a, e):
+        a = jnp.log(jnp.sum(jnp.exp(a[:, None] + t), 0)) + e
+        return a, a
+
+    return lax.scan(step, jnp.zeros(8, jnp.float32), emissions)[1] @ v
+
+
+def scores_args(rng):
+    t, xs = normal(rng, 8, 8), normal(rng, 24, 8)
+    return t, xs, normal(rng, 8, 8, scale=0.3), normal(rng, 8, 8)
+
+
+def _x(scale: float = 1.0, mean: float = 0.0, shape: Any = (32, 8)) -> Any:
+    return lambda rng: (normal(rng, *shape, scale=scale, mean=mean),)
+
+
+CASES = [
+    Case("1_ensemble_member", ensemble_member, ensemble_args),
+    Case("1_drawn_member", drawn_member, lambda r: ensemble_args(r)[1:]),
+    Case("1_rollout", rollout, rollout_args, (0, 1)),
+    Case(
+        "1_mean_of_members",
+        mean_of_members,
+        lambda r: (normal(r, 4, 8, 8), normal(r, 32, 8)),
+    ),
+    Case("1_padded", padded, lambda r: (normal(r, 4, 8), normal(r, 32, 8))),
+    Case("2_units", units, units_args, (0, 1, 2)),
+    Case("2_td_error", td_error, td_args),
+    Case("3_cholesky", gram_cholesky, _x(3, shape=(64, 8)), ()),
+    Case("3_covariance", covariance, _x(1, 2000)),
+    Case("3_counts", counts, lambda r: (r.randint(0, 64, (16, 8)).astype(f32),), ()),
+    Case("4_quadratic_form", quadratic_form, _x()),
+    Case("4_squared_norms", squared_norms, _x(1e3, 3e4)),
+    Case("5_patches", patches, pixels, (), exact=True),
+    Case("6_energy_and_forces", energy_and_forces, potential_args, ()),
+    Case("6_potential", potential_loss, potential_loss_args),
+    Case("7_bias", bias_step, bias_args, ()),
+    Case("8_carried_scores", carried_scores, scores_args, (0, 1, 2)),
+]
+
+
+def trace(fun: Any, args: Any) -> Any:
+    """Returns a function's jaxpr under JAX's own promotion, as users write programs."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return jax.make_jaxpr(lambda *a: fun(*a))(*args)
+
+
+def judge(fun: Any, draw: Any) -> Judge:
+    """Returns the judge of a function; its results by hand are computed once."""
+    args = draw(np.random.RandomState(0))
+    tree = jax.tree.structure(args)
+    closed = trace(fun, args)
+
+    def flat(seed: int) -> list[Any]:
+        drawn = draw(np.random.RandomState(seed))
+        assert jax.tree.structure(drawn) == tree
+        return jax.tree.leaves(drawn)
+
+    return Judge(closed, flat)
+
+
+def verdicts(case: Case, form: str, policy: str, device: str) -> list[Verdict]:
+    """Judges one form of a case.
+
+    The form "outside" is the gradient of a function that was rewritten before it was
+    differentiated; it is judged by the whole gradient by hand.
+    """
+    if form == "outside":
+        whole = judge_of(case, "gradient")
+        outside = case._replace(fun=mixed_precision(case.fun, policy))
+        args = case.draw(np.random.RandomState(0))
+        rewritten = trace(gradient(outside), args)
+    else:
+        whole = judge_of(case, form)
+        rewritten = mixed_precision_jaxpr(whole.closed, policy)
+    found = whole.verdicts(policy, device, rewritten)
+    return [v._replace(limit=v.float32) for v in found] if case.exact else found
+
+
+@functools.cache
+def judge_of(case: Case, form: str) -> Judge:
+    return judge(forms(case)[form], case.draw)
+
+
+def table(names: list[str], show_all: bool) -> None:
+    """Prints the errors of each case, in epsilons: ours beside those by hand."""
+    print("in epsilons of the compute dtype; ours / by hand (limit); ! breaks the law")
+    broken = total = 0
+    for case in CASES:
+        if names and not any(n in case.name for n in names):
+            continue
+        for form in (*forms(case), *(["outside"] if case.grad else [])):
+            for policy in POLICIES:
+                for device in DEVICES:
+                    found = verdicts(case, form, policy, device)
+                    total += 1
+                    fine = all(v.holds for v in found)
+                    broken += not fine
+                    if fine and not show_all:
+                        continue
+                    cells = "  ".join(_cell(v, EPS[policy]) for v in found)
+                    print(f"{case.name:20} {form:8} {policy[6:]:8} {device:11} {cells}")
+    print(f"{broken} of {total} break the law")
+
+
+def _cell(v: Verdict, epsilon: float) -> str:
+    mark = "" if v.holds else "!"
+    ours, hand, limit = (x / epsilon for x in (v.ours, v.hand, v.limit))
+    return f"{mark}{ours:.3g}/{hand:.3g}({limit:.3g})"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of cases' names")
+    parser.add_argument("--all", action="store_true", help="rows that hold as well")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    table(options.names, options.all)

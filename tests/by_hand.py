@@ -1,0 +1,369 @@
+"""Three ways to run a program, to judge rewritten ones by.
+
+`reference` runs it in float64. `by_hand` runs it as an expert would have written it in
+half precision. `as_device` runs a rewritten one in the form that a device is given.
+All of them run op by op, so that no compiler keeps more digits than the program says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from eager import BF16, F16, F32, F64, HALVES, Evaluator, bind, is_key
+from jax import lax
+from kernels import KERNELS, cast
+
+Run = Callable[[Sequence[Any]], list[np.ndarray]]
+DTYPES = {"mixed_bfloat16": BF16, "mixed_float16": F16, "float32": F32}
+DEVICES = ("cpu", "cuda", "tpu", "TPU v5 lite")
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+
+
+def reference(closed: Any) -> Run:
+    """Runs a closed float32 jaxpr in float64."""
+    return lambda args: _Reference()(closed, args)
+
+
+def by_hand(closed: Any, half: Any) -> Run:
+    """Runs a closed float32 jaxpr as an expert's half precision would.
+
+    Matrix multiplications and convolutions run on half operands, add up in float32 and
+    round to half; or to float32, where no other one of them is reached through half
+    values, as an expert asks for with `preferred_element_type`. Everything else follows
+    JAX's own promotion: half with half is half, with a float32 array float32, and so is
+    half with a 0-d float32 array, which JAX takes for any other; with a number (a
+    literal, or what is made of literals alone) half. Reductions add up in float32 and
+    round. Arguments, constants, carries of loops and results of branches
+    are float32; decompositions and FFTs have no half form, so their operands are cast
+    back. A product for which the program names a precision is left as it is.
+
+    Args:
+      closed: the program.
+      half: the dtype.
+
+    Returns:
+      A function of the arguments. Which products have half results is found in its
+      first call.
+    """
+    half = np.dtype(half)
+    if half == F32:
+        return as_device(closed, "cpu")
+    read: set[Any] = set()
+    seen: set[Any] = set()
+
+    def run(args: Sequence[Any]) -> list[np.ndarray]:
+        if not seen:
+            _ByHand(half, read, seen, frozenset())(closed, args)
+        return _ByHand(half, set(), set(), frozenset(seen - read))(closed, args)
+
+    return run
+
+
+def as_device(closed: Any, device: str) -> Run:
+    """Runs a rewritten closed jaxpr in the form that a device is given.
+
+    Args:
+      closed: the program.
+      device: a platform ("cpu", "cuda", "tpu"), or a generation of TPUs ("TPU v5
+        lite").
+    """
+    return lambda args: _AsDevice(device)(closed, args)
+
+
+# ---- float64
+
+_WIDER = {F32: F64, np.dtype(np.complex64): np.dtype(np.complex128)}
+_NARROWER = {wide: narrow for narrow, wide in _WIDER.items()}
+_DTYPE_PARAMS = ("dtype", "new_dtype", "preferred_element_type")
+# What is about the bits of a float.
+_OF_BITS = frozenset({"bitcast_convert_type", "nextafter"})
+
+
+def _up(x: Any) -> Any:
+    return x if is_key(x) else cast(x, _WIDER.get(x.dtype, x.dtype))
+
+
+def _down(x: Any) -> Any:
+    return x if is_key(x) else cast(x, _NARROWER.get(x.dtype, x.dtype))
+
+
+class _Reference(Evaluator):
+    """Holds each float32 value in float64."""
+
+    def hold(self, x: Any) -> Any:
+        return _up(x)
+
+    def stack(self, xs: Sequence[Any], aval: Any) -> Any:
+        return _up(super().stack(xs, aval))
+
+    def compute(self, eqn: Any, values: list[Any]) -> list[Any]:
+        name, params = eqn.primitive.name, dict(eqn.params)
+        if name in _OF_BITS:
+            return [_up(x) for x in bind(eqn, [_down(x) for x in values], params)]
+        if name == "reduce_precision" and params["mantissa_bits"] >= 23:
+            return values
+        for key in _DTYPE_PARAMS:
+            if params.get(key) is not None and not is_key(params[key]):
+                dtype = np.dtype(params[key]) if name != "random_wrap" else None
+                params[key] = _WIDER.get(dtype, params[key])
+        kernel = KERNELS.get(name)
+        if kernel is not None and not any(map(is_key, values)):
+            outs = kernel(
+                params, *[x.astype(F64) if x.dtype in HALVES else x for x in values]
+            )
+            outs = outs if isinstance(outs, list) else [outs]
+            dtypes = [v.aval.dtype for v in eqn.outvars]
+            pairs = zip(outs, dtypes, strict=True)
+            return [cast(np.asarray(x), _WIDER.get(d, d)) for x, d in pairs]
+        for key in ("jaxpr", "update_jaxpr"):
+            if name.startswith("reduce") and params.get(key) is not None:
+                params[key] = _retrace(params[key])
+        with jax.enable_x64(True):
+            return [_up(x) for x in bind(eqn, values, params)]
+
+
+def _retrace(jaxpr: Any) -> Any:
+    """Traces the jaxpr of a reduction again, in float64."""
+    avals = [
+        v.aval.update(dtype=_WIDER.get(v.aval.dtype, v.aval.dtype))
+        for v in getattr(jaxpr, "jaxpr", jaxpr).invars
+    ]
+
+    def run(*xs: Any) -> list[Any]:
+        body = getattr(jaxpr, "jaxpr", jaxpr)
+        env = dict(zip(body.invars, xs, strict=True))
+        for eqn in body.eqns:
+            outs = eqn.primitive.bind(*[env[v] for v in eqn.invars], **eqn.params)
+            env[eqn.outvars[0]] = outs
+        return [env[v] for v in body.outvars]
+
+    with jax.enable_x64(True):
+        return jax.make_jaxpr(run)(*avals)
+
+
+# ---- by hand
+
+
+class _Value(NamedTuple):
+    """A value of the program by hand.
+
+    Attributes:
+      array: half, float32 or of another kind.
+      weak: whether it is made of numbers alone, so that half values stay half with it.
+      made: the products from which half values lead to it.
+    """
+
+    array: Any
+    weak: bool = False
+    made: frozenset[Any] = frozenset()
+
+
+# No kernel of these has a half form.
+_FULL = frozenset(
+    {
+        "bitcast_convert_type",
+        "cholesky",
+        "eig",
+        "eigh",
+        "fft",
+        "geqrf",
+        "hessenberg",
+        "householder_product",
+        "lu",
+        "nextafter",
+        "ormqr",
+        "qr",
+        "schur",
+        "svd",
+        "triangular_solve",
+        "tridiagonal",
+        "tridiagonal_solve",
+    }
+)
+
+
+def _is_exact(params: Any) -> bool:
+    """Whether a product's precision is named: it was asked for."""
+    precision = params.get("precision")
+    kinds = precision if isinstance(precision, tuple) else (precision,)
+    return any(p not in (None, lax.Precision.DEFAULT) for p in kinds)
+
+
+class _ByHand(Evaluator):
+    """Runs a program by JAX's promotion.
+
+    Args:
+      half: the compute dtype.
+      read: products whose half results reach another product are added to it.
+      seen: products that ran are added to it.
+      full: products with a float32 result.
+    """
+
+    def __init__(self, half: Any, read: set[Any], seen: set[Any], full: Any) -> None:
+        self.half, self.read, self.seen, self.full = half, read, seen, full
+        self.path: tuple[int, ...] = ()
+
+    def hold(self, x: Any) -> _Value:
+        return _Value(x)
+
+    def literal(self, x: Any) -> _Value:
+        return _Value(x, True)
+
+    def result(self, x: _Value) -> Any:
+        return self.carry(x).array
+
+    def carry(self, x: _Value) -> _Value:
+        is_half = not is_key(x.array) and x.array.dtype == self.half
+        return _Value(x.array.astype(F32) if is_half else x.array)
+
+    def number(self, x: _Value) -> Any:
+        return x.array
+
+    def index(self, x: _Value, i: int) -> _Value:
+        return x._replace(array=x.array[i])
+
+    def stack(self, xs: Sequence[_Value], aval: Any) -> _Value:
+        stacked = super().stack([x.array for x in xs], aval)
+        return _Value(stacked, False, frozenset().union(*(x.made for x in xs)))
+
+    def call(self, eqn: Any, values: list[Any]) -> list[Any]:
+        before, self.path = self.path, (*self.path, id(eqn))
+        outs = super().call(eqn, values)
+        self.path = before
+        return outs
+
+    def compute(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+        name = eqn.primitive.name
+        dtypes = [v.aval.dtype for v in eqn.outvars]
+        if any(v.aval.dtype in HALVES for v in (*eqn.invars, *eqn.outvars)):
+            return self._as_written(eqn, values)
+        if name in PRODUCTS and dtypes == [F32] and not _is_exact(eqn.params):
+            return [self._product(eqn, values)]
+        floats = [x for x in values if not is_key(x.array) and self._is_float(x.array)]
+        strong = [x for x in floats if not x.weak]
+        is_half = bool(strong) and name not in _FULL
+        is_half &= all(x.array.dtype == self.half for x in strong)
+        if is_half:
+            made = frozenset().union(*(x.made for x in strong))
+            outs = super().compute(eqn, [self._rounded(x.array) for x in values])
+            return [
+                _Value(x.astype(self.half), False, made)
+                if x.dtype == F32
+                else _Value(x)
+                for x in outs
+            ]
+        weak = bool(floats) and not strong
+        outs = super().compute(eqn, [self.carry(x).array for x in values])
+        return [_Value(x, weak) for x in outs]
+
+    def _product(self, eqn: Any, values: list[_Value]) -> _Value:
+        key = (*self.path, id(eqn))
+        self.seen.add(key)
+        for x in values:
+            self.read |= x.made
+        arrays = [self._rounded(x.array) for x in values]
+        (out,) = super().compute(eqn, arrays)
+        if key in self.full:
+            return _Value(out)
+        return _Value(out.astype(self.half), False, frozenset({key}))
+
+    def _as_written(self, eqn: Any, values: list[_Value]) -> list[_Value]:
+        """Runs what the user wrote in half."""
+        arrays = [
+            x.array if is_key(x.array) else cast(x.array, v.aval.dtype)
+            for x, v in zip(values, eqn.invars, strict=True)
+        ]
+        return [_Value(x) for x in super().compute(eqn, arrays)]
+
+    def _rounded(self, x: Any) -> Any:
+        """Rounds an array of floats to half, held in float32."""
+        if is_key(x) or not self._is_float(x):
+            return x
+        return x.astype(self.half).astype(F32)
+
+    def _is_float(self, x: Any) -> bool:
+        return x.dtype in (F32, self.half)
+
+
+# ---- as a device is given it
+
+
+class _AsDevice(Evaluator):
+    """Runs a rewritten program as it is lowered for a device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.platform = "tpu" if device.startswith("TPU") else device
+
+    def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
+        outs = self._resolved(eqn, values)
+        return super().equation(eqn, values) if outs is None else outs
+
+    def _resolved(self, eqn: Any, values: list[Any]) -> list[Any] | None:
+        """Runs the package's own primitives: the one place that knows their names."""
+        name, params = eqn.primitive.name, eqn.params
+        if name in ("restore", "unrounded"):
+            kinds = {self.device, self.platform}
+            return [values[0] if kinds.isdisjoint(params["on"]) else values[1]]
+        if name == "hold" or name == "cpu_barrier":
+            return values
+        if name == "saturating_cast":
+            return [_saturated(values[0], params["dtype"])]
+        if name == "cpu_product":  # the same product, in another order
+            return [values[2]]
+        if name == "rounded_product":
+            on_gpu = self.platform == "cuda"
+            return [_rounded(values[2], values[0].dtype) if on_gpu else values[2]]
+        if name == "full_convolution":
+            (out,) = self.run(params["jaxpr"], values)
+            on_gpu = self.platform == "cuda"
+            return [_rounded(out, values[0].dtype) if on_gpu else out]
+        if name == "feature_sum":
+            return [
+                _feature_sum(*values, **params) if self.platform == "tpu" else values[0]
+            ]
+        return None
+
+    def compute(self, eqn: Any, values: list[Any]) -> list[Any]:
+        if eqn.primitive.name == "conv_general_dilated":
+            # Exact in float32, and rounded once.
+            wide = [x.astype(F32) if x.dtype in HALVES else x for x in values]
+            params = dict(eqn.params)
+            dtype = eqn.outvars[0].aval.dtype
+            if dtype in HALVES or values[0].dtype in HALVES:
+                params["preferred_element_type"] = F32
+            return [cast(x, dtype) for x in bind(eqn, wide, params)]
+        if eqn.primitive.name == "reduce_precision":
+            bits = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
+            if values[0].dtype == F32 and bits == (8, 23):
+                return values
+        return super().compute(eqn, values)
+
+
+def _rounded(x: Any, dtype: Any) -> Any:
+    return x.astype(dtype).astype(x.dtype)
+
+
+def _saturated(x: Any, dtype: Any) -> Any:
+    largest = F32.type(ml_dtypes.finfo(dtype).max)
+    inside = np.where(np.isfinite(x), np.clip(x, -largest, largest), x)
+    return inside.astype(dtype)
+
+
+def _feature_sum(
+    stored: Any, first: Any, second: Any, *factors: Any, layout: Any
+) -> Any:
+    terms = first.astype(F32) * second.astype(F32).transpose(layout.order)
+    total = terms.sum(tuple(layout.features)).transpose(layout.rows)
+    total = total * F32.type(layout.number)
+    how = zip(factors, layout.keys, layout.factors, layout.divides, strict=True)
+    for x, keys, order, divides in how:
+        for dim in sorted(keys, reverse=True):
+            x = x.take(0, dim)
+        x = (x.transpose(order) if order else x).astype(F32)
+        total = total / x if divides else total * x
+    return total

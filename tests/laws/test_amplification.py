@@ -1,0 +1,98 @@
+"""The law of accuracy over random programs that multiply an error.
+
+The quick suite judges always the same ones. For others, shrunk where they break the
+law: `python tests/amplification.py 1000 --seed 5000`.
+"""
+
+import random
+
+import amplification
+import jax
+import pytest
+from amplification import Program, Statement, code, draw, failures, shrink
+from amplifying import POLICIES
+from by_hand import DEVICES
+
+QUICK, SLOW, BATCH = 200, 2000, 20
+
+
+def check(seeds):
+    """Judges programs, each under one policy, on a CPU and one accelerator."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        policy, accelerator = rng.choice(POLICIES), rng.choice(DEVICES[1:])
+        for found in failures(draw(seed), [policy], ["cpu", accelerator]):
+            assert found is None, said(found, seed)
+    jax.clear_caches()
+
+
+def said(found, seed):
+    found = shrink(found)
+    verdicts = "; ".join(map(str, found.verdicts))
+    where = f"seed {seed}, {found.policy} on {found.device}"
+    return f"{where}: {verdicts}\n{code(found.program)}"
+
+
+@pytest.mark.parametrize("first", range(0, QUICK, BATCH))
+def test_random_programs(first):
+    check(range(first, first + BATCH))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(QUICK, QUICK + SLOW, BATCH))
+def test_more_random_programs(first):
+    check(range(first, first + BATCH))
+
+
+def test_programs_are_reasonable():
+    """Of nine programs in ten by hand computes something, and all kinds are drawn."""
+    programs = [draw(seed) for seed in range(40)]
+    skipped = sum(None in failures(p, POLICIES[:1], []) for p in programs)
+    assert skipped <= len(programs) / 10
+    assert {p.form for p in programs} == set(amplification.FORMS)
+
+
+# ---- programs that broke the law once
+
+FOUND: dict[str, Program] = {}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(name, policy, device):
+    found = list(failures(FOUND[name], [policy], [device]))
+    assert found in ([], [None]), found
+
+
+# ---- shrinking
+
+
+def test_shrinking_keeps_what_fails(monkeypatch):
+    """A failure becomes the statement that it is about, and what that reads."""
+    program = Program(
+        (
+            Statement("v0", "tanh", ("x",)),
+            Statement("v1", "sort", ("v0",)),
+            Statement("v2", "jit", ("v1", "y"), (Statement("v3", "sin", ("a",)),)),
+            Statement("v4", "add", ("v2", "v1")),
+        ),
+        ("v0", "v4"),
+        "step",
+    )
+
+    def fails(program, policies, devices):
+        used = amplification._used(program.block, program.returns)
+        if "sort" in {s.op for s in used}:
+            yield amplification.Failure(program, policies[0], devices[0], [])
+
+    monkeypatch.setattr(amplification, "failures", fails)
+    found = shrink(amplification.Failure(program, POLICIES[0], "cpu", []))
+    assert found.program == Program((Statement("v1", "sort", ("x",)),), ("v1",))
+
+
+def test_code_makes_the_program():
+    for seed in range(20):
+        program = draw(seed)
+        names = {"Program": Program, "Statement": Statement}
+        assert eval(code(program), names) == program
