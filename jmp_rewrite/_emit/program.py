@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._emit.emit import Cell, Emitter
@@ -26,8 +25,7 @@ def run(
       Its results with the dtypes and weak types that they had.
     """
     emitter = emitter_type(plan, HANDLERS, run)
-    saturate = plan.half == np.float16
-    cells = [Cell(x, saturate) for x in [*consts, *args]]
+    cells = [Cell(x) for x in [*consts, *args]]
     outvars = _compat.open_jaxpr(plan.graph.top.jaxpr).outvars
     results = emitter.evaluate(plan.graph.top, cells)
     return [

@@ -357,10 +357,7 @@ def _action(
     """Returns how a node is emitted, given which results are half."""
     index = node.index
     category = pins.categories[index]
-    saturates = index in pins.moved and (
-        half == np.float16 or index in pins.out_of_range
-    )
-    action = Action.ARGUMENT if saturates else Action.FULL
+    action = Action.FULL
     if reads_half(index, pins):
         return action | Action.HALF | (0 if labels[index] else Action.EMITS_FULL)
     sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
@@ -442,9 +439,10 @@ def _is_exact_on_cpus(node: int, graph: Graph) -> bool:
 def _width(node: Node, graph: Graph, pins: Pins) -> int:
     """Tells what computes in float32 although its result is rounded to half."""
     if node.name in ("add", "sub"):
-        # A mask of -1e9 may come as data: a sum with it saturates. A bias does not.
+        # A mask of -1e9 may come as data: a sum with it saturates. A bias does not,
+        # nor does a factor, where an infinity must stay visible.
         ranks = [origins.argument_rank(v, pins.moved) for v in node.inputs]
-        if max(ranks, default=-1) > 1:
+        if max(ranks, default=-1) > 1 and node.index not in pins.factors:
             return Action.WIDE | Action.SATURATES
     if (
         node.name in table.ACCUMULATES

@@ -83,6 +83,11 @@ def leads_to_product(
     return found
 
 
+def is_backward(node: Node) -> bool:
+    """Whether a node is of a backward pass, and not recomputed in one."""
+    return node.place.backward and not node.place.recomputed
+
+
 def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
     """Whether a value holds zeros and ones by construction: a mask, a one-hot, `eye`.
 

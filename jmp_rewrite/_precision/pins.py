@@ -77,6 +77,7 @@ class Pins:
       rounds_after: nodes that compute in float32, whose result may be rounded once.
       lossy: clear nodes with a number that the compute dtype rounds.
       read_by: products -> why their result is read unrounded.
+      factors: nodes that a product reads, or what moves them to it.
     """
 
     categories: list[Category | None]
@@ -93,6 +94,7 @@ class Pins:
     rounds_after: frozenset[int] = frozenset()
     lossy: frozenset[int] = frozenset()
     read_by: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    factors: frozenset[int] = frozenset()
 
     def products(self) -> set[int]:
         """Returns the matrix multiplications that run on half operands."""
@@ -167,7 +169,9 @@ def _pin_values(graph: Graph, pins: Pins) -> None:
     """Pins what is no activation or cotangent on its way to a matrix multiplication."""
     products, consumers = pins.products(), graph.consumers()
     made = reached(products, consumers)
-    made |= {n.index for n in graph.nodes if n.place.backward and not n.place.recomputed}
+    made |= {
+        n.index for n in graph.nodes if n.place.backward and not n.place.recomputed
+    }
     streams = loops.residual_streams(graph, pins.categories, consumers)
     state = train_state.train_state(graph, pins.categories, products, made, streams)
     _pin_all(pins, dict.fromkeys(state, STATE))
@@ -181,6 +185,7 @@ def _pin_values(graph: Graph, pins: Pins) -> None:
     useful |= loops.cotangents_into_loops(graph, graph.predecessors(), state)
     pins.rounds_after = (pins.rounds_after & useful) - state
     _pin_the_rest(graph, pins, products, made, useful)
+    pins.factors = _factors(graph, pins, products)
     needed = useful | products
     sharp = {n for n in products if n in pins.read_by}
     pins.emits_full = frozenset(
@@ -239,6 +244,20 @@ def _pin_the_rest(
         elif index not in made and index not in alone and index not in pins.forced:
             pins.full[index] = EXACT
     pins.sinks = frozenset(sinks)
+
+
+def _factors(graph: Graph, pins: Pins, products: set[int]) -> frozenset[int]:
+    """Returns the nodes that matrix multiplications read, or what moves them there.
+
+    They are never saturated: an infinity there must stay visible.
+    """
+
+    def stops(node: int) -> bool:
+        return pins.categories[node] is not CLEAR
+
+    reads = graph.predecessors()
+    moved = leads_to_product(products, reads, stops)
+    return frozenset(s for n in (*products, *moved) for s in reads[n])
 
 
 def _read_by_products_alone(graph: Graph, pins: Pins, products: set[int]) -> set[int]:

@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jmp_rewrite._graph.nodes import Graph, Node, Value, elements, reached
-from jmp_rewrite._precision.origins import MOVES, root_of
+from jmp_rewrite._precision.origins import MOVES, is_backward, root_of
 from jmp_rewrite._rules.table import Category
 
 # Arithmetic that makes a new value of an old one and an update.
@@ -78,7 +78,8 @@ def train_state(
     state = _chains(updates, carried)
     layers = {u.node for u in updates} - state
     state |= walk.between(state)
-    return state | _paths(graph, categories, streams, layers)
+    state |= _paths(graph, categories, layers)
+    return state | _carried(graph, categories, streams)
 
 
 def _chains(updates: Sequence[Update], carried: set[int]) -> set[int]:
@@ -112,7 +113,7 @@ class _Walk:
         self._consumers = graph.consumers()
         self._products = products
         self._made = made
-        backward = (n.index for n in graph.nodes if _is_backward(n))
+        backward = (n.index for n in graph.nodes if is_backward(n))
         self._after_backward = reached(backward, self._consumers)
         self._bases: dict[int, frozenset[int]] = {}
 
@@ -138,9 +139,9 @@ class _Walk:
     def _is_old(self, base: int, node: Node, size: int) -> bool:
         """Whether a value has the size of its update, in the same pass."""
         if base < 0:
-            return not _is_backward(node)
+            return not is_backward(node)
         old = self._nodes[base]
-        return elements(old.avals) == size and _is_backward(old) == _is_backward(node)
+        return elements(old.avals) == size and is_backward(old) == is_backward(node)
 
     def bases(self, value: Value) -> frozenset[int]:
         """Returns the old values that a value may be, moved and scaled."""
@@ -164,7 +165,7 @@ class _Walk:
 
     def _update(self, node: Node, base: int, other: int) -> Update | None:
         """Returns the update, if `other` depends on the base through a product."""
-        is_forward = not _is_backward(node)
+        is_forward = not is_backward(node)
         is_after = other in self._after_backward
         if is_forward and is_after and base < 0:
             return Update(node.index, base, frozenset(), True)
@@ -200,7 +201,7 @@ class _Walk:
         stack = [start]
         while stack:
             index = stack.pop()
-            if not backward and _is_backward(self._nodes[index]):
+            if not backward and is_backward(self._nodes[index]):
                 crosses.add(index)
             for source in self._predecessors[index]:
                 if source > base and source not in inside:
@@ -242,56 +243,81 @@ class _Walk:
         return found
 
 
-def _is_backward(node: Node) -> bool:
-    return node.place.backward and not node.place.recomputed
-
-
 def _reads_argument(node: Node) -> bool:
     return any(v.node < 0 and v.constant is None for v in node.inputs)
 
 
 def _paths(
-    graph: Graph,
-    categories: Sequence[Category | None],
-    streams: set[int],
-    layers: set[int],
+    graph: Graph, categories: Sequence[Category | None], layers: set[int]
 ) -> set[int]:
-    """Returns what lies between a state's old and its new value.
+    """Returns what lies on a path from an argument to a result of the same shape.
 
-    That is every path without a product from an argument to a result of the same shape,
-    or from a loop's carry to what an iteration hands on. Paths through the backward
-    pass are left out, because they carry gradients, and so are the layers of a residual
-    stream.
+    Only forward, through what has no numerical danger, and not the layers of a residual
+    stream: paths through the backward pass carry gradients.
     """
     returned = {v.aval.shape for v in graph.results if v.node >= 0}
     shapes = {v.aval.shape for v in graph.arguments if v.aval.shape} & returned
     bits = {shape: 1 << k for k, shape in enumerate(shapes)}
-    begins, ends = [0] * len(graph.nodes), [0] * len(graph.nodes)
+    size = len(graph.nodes)
+    begins, ends = [0] * size, [0] * size
     for value in graph.results:
         if value.node >= 0:
             ends[value.node] |= bits.get(value.aval.shape, 0)
-    for k, loop in enumerate(graph.loops, len(bits)):
+    follows = [
+        -1
+        if categories[n.index] in (Category.INFER, Category.CLEAR)
+        and not n.place.backward
+        and n.avals
+        and n.index not in layers
+        else 0
+        for n in graph.nodes
+    ]
+    return _between(graph, begins, ends, follows, bits)
+
+
+def _carried(
+    graph: Graph, categories: Sequence[Category | None], streams: set[int]
+) -> set[int]:
+    """Returns what lies between a loop's carry and what an iteration hands on.
+
+    Through anything but a matrix multiplication, in the pass that the loop stands in:
+    a rounding there is one in each iteration.
+    """
+    size = len(graph.nodes)
+    begins, ends = [0] * size, [0] * size
+    passes = {False: 0, True: 0}
+    for k, loop in enumerate(graph.loops):
+        passes[loop.place.backward and not loop.place.recomputed] |= 1 << k
         for received, handed_on in loop.carries:
             if received not in streams:
                 begins[received] |= 1 << k
                 ends[handed_on] |= 1 << k
     follows = [
-        categories[n.index] in (Category.INFER, Category.CLEAR)
-        and not n.place.backward
-        and bool(n.avals)
-        and n.index not in layers
+        passes[is_backward(n)]
+        if categories[n.index] is not Category.ALLOW and n.avals
+        else 0
         for n in graph.nodes
     ]
+    return _between(graph, begins, ends, follows, {})
+
+
+def _between(
+    graph: Graph,
+    begins: Sequence[int],
+    ends: Sequence[int],
+    follows: Sequence[int],
+    bits: Mapping[tuple[int, ...], int],
+) -> set[int]:
     ahead = _spread_forward(graph, begins, bits, follows)
     behind = _spread_backward(ends, graph.consumers(), follows)
-    return {n for n, on in enumerate(follows) if on and ahead[n] & behind[n]}
+    return {n for n in range(len(follows)) if ahead[n] & behind[n]}
 
 
 def _spread_forward(
     graph: Graph,
     begins: Sequence[int],
     bits: Mapping[tuple[int, ...], int],
-    follows: Sequence[bool],
+    follows: Sequence[int],
 ) -> list[int]:
     """Returns for each node the states (a bit each) that lead to it."""
     arguments = {v.argument: bits.get(v.aval.shape, 0) for v in graph.arguments}
@@ -310,6 +336,7 @@ def _spread_forward(
                     mask |= arguments.get(value.argument, 0)
                 elif value.constant is None:
                     mask |= bits.get(value.aval.shape, 0)
+            mask &= follows[node.index]
             if mask & ~ahead[node.index]:
                 ahead[node.index] |= mask
                 changed |= node.name == "carry_out"
@@ -319,7 +346,7 @@ def _spread_forward(
 def _spread_backward(
     ends: Sequence[int],
     consumers: Sequence[Sequence[int]],
-    follows: Sequence[bool],
+    follows: Sequence[int],
 ) -> list[int]:
     """Returns for each node the states (a bit each) that it leads to."""
     behind = [0] * len(ends)
@@ -332,6 +359,7 @@ def _spread_backward(
             mask = ends[node]
             for reader in consumers[node]:
                 mask |= behind[reader]
+            mask &= follows[node]
             if mask & ~behind[node]:
                 behind[node] |= mask
                 changed |= any(reader <= node for reader in consumers[node])
