@@ -33,6 +33,10 @@ _KEEPS_OFFSET = MOVES | {
 }
 
 
+# A sum of more values is followed no further back.
+_MOST_TERMS = 256
+
+
 def read_sharply(graph: Graph, products: set[int]) -> dict[int, int]:
     """Returns the nodes that a sharp primitive reads, and which one.
 
@@ -78,7 +82,11 @@ def offsets(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
     holds = _holds_offset(graph, made)
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if node.name == "sub" and _cancels(node, graph, holds, made, small):
+        if node.name != "sub" or any(_spreads(v, graph, small) for v in node.inputs):
+            continue
+        for source in _added_between(node, graph, made):
+            found.setdefault(source, node.index)
+        if _cancels(node, holds, made):
             stack = [v.node for v in node.inputs if v.node in holds]
             while stack:
                 source = stack.pop()
@@ -113,12 +121,51 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
     return holds
 
 
-def _cancels(
-    node: Node, graph: Graph, holds: set[int], made: set[int], small: set[int]
-) -> bool:
+def _added_between(node: Node, graph: Graph, made: set[int]) -> set[int]:
+    """Returns the sums with a value that a difference takes out of them again."""
+    operands = [v.node for v in node.inputs if v.node in made]
+    if len(operands) < 2:
+        return set()
+    terms = [_terms(n, graph, made) for n in operands]
+    common = terms[0] & terms[1]
+    consumers = graph.consumers()
+    found: set[int] = set()
+    stack = list(common)
+    seen: set[int] = set()
+    while stack:
+        source = stack.pop()
+        for reader in consumers[source]:
+            if reader in seen or reader not in terms[0] | terms[1]:
+                continue
+            if graph.nodes[reader].name in ("add", "sub") or source in found:
+                found.add(reader)
+                stack.append(reader)
+            elif reader not in common:
+                seen.add(reader)
+                stack.append(reader)
+    return found - common
+
+
+def _terms(node: int, graph: Graph, made: set[int]) -> set[int]:
+    """Returns the values that a value is a sum of, scaled and moved, and itself."""
+    found = {node}
+    stack = [node]
+    while stack and len(found) < _MOST_TERMS:
+        reads = graph.nodes[stack.pop()]
+        if reads.name in ("mul", "div"):
+            if sum(v.node in made for v in reads.inputs) > 1:
+                continue
+        elif reads.name not in _KEEPS_OFFSET | {"add", "sub"}:
+            continue
+        for value in reads.inputs:
+            if value.node in made and value.node not in found:
+                found.add(value.node)
+                stack.append(value.node)
+    return found
+
+
+def _cancels(node: Node, holds: set[int], made: set[int]) -> bool:
     """Whether a difference is one of two values with an exact part."""
-    if any(_spreads(v, graph, small) for v in node.inputs):
-        return False
     held = [v for v in node.inputs if v.node in holds]
     exact = [v for v in node.inputs if v.node not in made]
     return len(held) == 2 or (
