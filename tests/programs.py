@@ -474,7 +474,7 @@ PROGRAMS = [
     Program("post_norm", post_norm, one(SQUARE, SQUARE), products=3),
     Program("vmap", vmapped, one(SQUARE), products=2),
     Program("segment_sum", segments, one(SQUARE), products=2),
-    Program("lora", lora, one(SQUARE, (W, 2), (2, W)), products=3),
+    Program("lora", lora, one(SQUARE, (W, 6), (6, W)), products=3),
     Program("map", fixed_point, one(SQUARE), products=2),
     Program(
         "integers",

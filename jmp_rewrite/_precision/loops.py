@@ -70,15 +70,22 @@ def cotangents_into_loops(
     """
     backward = [x for x in graph.loops if x.place.backward]
     inner = {n for x in backward for y in _inside(x, backward) for n in y.nodes}
-    found = {
-        source
-        for loop in backward
-        for inside in [set(loop.nodes)]
-        for node in (inside & state) - inner
-        if graph.nodes[node].name != "carry_in"
-        for source in predecessors[node]
-        if source not in inside and source not in state
-    }
+    found: set[int] = set()
+    for loop in backward:
+        inside = set(loop.nodes)
+        entered = {
+            n for n in (inside & state) - inner if graph.nodes[n].name != "carry_in"
+        }
+        stack = list(entered)
+        while stack:
+            for source in predecessors[stack.pop()]:
+                if source in state or source in entered or source in found:
+                    continue
+                if source in inside:
+                    entered.add(source)
+                    stack.append(source)
+                else:
+                    found.add(source)
     found |= leads_to_product(found, predecessors, state.__contains__)
     found -= inner
     places = ((n, graph.nodes[n].place) for n in found)

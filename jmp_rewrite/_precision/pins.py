@@ -186,11 +186,7 @@ def _pin_values(graph: Graph, pins: Pins) -> None:
     pins.rounds_after = (pins.rounds_after & useful) - state
     _pin_the_rest(graph, pins, products, made, useful)
     pins.factors = _factors(graph, pins, products)
-    needed = useful | products
-    sharp = {n for n in products if n in pins.read_by}
-    pins.emits_full = frozenset(
-        sharp | {p for p in products if needed.isdisjoint(consumers[p])}
-    )
+    pins.emits_full = frozenset(products - useful | pins.read_by.keys())
 
 
 def _pin_all(pins: Pins, reasons: Mapping[int, str]) -> None:

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_rewrite._graph.nodes import Graph, Node, elements, reached
-from jmp_rewrite._precision.origins import is_indicator, leads_to_product
+from jmp_rewrite._precision.origins import (
+    is_backward,
+    is_indicator,
+    leads_to_product,
+)
 from jmp_rewrite._rules.table import PRODUCTS, Category
 
 # A multiplication that adds up no more than this many terms is arithmetic, unless its
@@ -120,7 +124,8 @@ def _of_exact_values(graph: Graph, candidates: set[int]) -> dict[int, str]:
             why[n] = "full: it copies, counts or selects exact values"
         elif is_short(nodes[n]):
             why[n] = f"full: a sum of no more than {SHORT} products of exact values"
-    made = reached(candidates - why.keys(), consumers)
+    cotangents = {n.index for n in nodes if is_backward(n)}
+    made = reached(candidates - why.keys(), consumers) | cotangents
     while True:
         of_made = [n for n in why if not made.isdisjoint(others[n])]
         if not of_made:

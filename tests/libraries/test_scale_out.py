@@ -514,9 +514,7 @@ WORKER = """
 
 def test_two_processes_of_four_devices(tmp_path):
     """FSDP over two processes on localhost: the losses of one process with eight."""
-    rows = two_processes(
-        tmp_path, WORKER, 4, os.path.dirname(__file__)
-    )
+    rows = two_processes(tmp_path, WORKER, 4, os.path.dirname(__file__))
     assert len(rows) == 3
     np.testing.assert_allclose(
         [float(r.split()[1]) for r in rows], one_process(), rtol=1e-5
