@@ -94,10 +94,12 @@ def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
     That is a cast of booleans, a choice between the numbers 0 and 1, or a constant of
     such numbers, moved or spread in any way. The cotangent of a sum is none.
     """
-    while value.constant is None and value.node >= 0:
+    while value.node >= 0:
         node = nodes[value.node]
         if is_backward(node):
             return False
+        if value.constant is not None:
+            break
         if node.name == "convert_element_type" and not node.inputs:
             return node.eqn.invars[0].aval.dtype == np.bool_
         numbers = list(node.literals.values())
