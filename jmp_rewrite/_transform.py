@@ -12,6 +12,7 @@ import inspect
 import logging
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, _keras
 from jmp_rewrite._emit import program
 from jmp_rewrite._graph import build, nodes
 from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
@@ -30,6 +31,7 @@ from jmp_rewrite._precision import decide as _plan
 from jmp_rewrite._precision import parameters as _parameters
 from jmp_rewrite._precision import pins as _pin
 from jmp_rewrite._rules.table import Category
+from jmp_rewrite._source import user_level
 
 _LOGGER = logging.getLogger("jmp_rewrite")
 
@@ -158,6 +160,7 @@ def mixed_precision(
         )
     fixed = None if policy is None else as_policy(policy)
     static = _Static.of(fun, static_argnums, static_argnames)
+    calls = _EagerCalls(fun)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = as_policy(fixed)
@@ -171,11 +174,40 @@ def mixed_precision(
             with jax.named_scope(REWRITTEN):
                 consts = _compat.constants(traced.closed)
                 results = program.run(plan, consts, traced.arrays)
+            calls.count(results)
             return finish(traced.rebuild(results))
 
     wraps(fun, wrapped)
+    _keras.watch(fun, wrapped)
     wrapped.decorated = Decorated(wrapped, fun, fixed, static.hide)  # type: ignore[attr-defined]
     return wrapped
+
+
+class _EagerCalls:
+    """Counts calls of a decorated function outside of `jax.jit`; warns of the second.
+
+    Each of them traces the function and compiles its equations one by one: 300 times
+    the time of the jitted function, for a small train step on a CPU.
+    """
+
+    def __init__(self, fun: Callable[..., Any]) -> None:
+        self._fun = fun
+        self._number = 0
+
+    def count(self, results: Sequence[Any]) -> None:
+        """Counts a call that has made these arrays."""
+        is_eager = any(map(_compat.is_concrete, results))
+        if not is_eager or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return
+        self._number += 1
+        if self._number == 2:
+            name = name_of(self._fun).rpartition("<locals>.")[2]
+            warnings.warn(
+                f"mixed_precision traces {name} again at each call, because it is "
+                "called outside of jax.jit: put @jax.jit above @mixed_precision, or "
+                f"write jax.jit(mixed_precision({name}))",
+                stacklevel=user_level(),
+            )
 
 
 class Decorated(NamedTuple):

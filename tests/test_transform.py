@@ -235,8 +235,9 @@ def test_numpy():
     x, w = np.asarray(X), np.asarray(W)
     same_types(f(x, w), mixed_precision(f, "mixed_bfloat16")(x, w))
     g = mixed_precision(lambda x, s, n: (x @ W) * s + n, "mixed_bfloat16")
-    assert g(X, np.float32(2), 3).dtype == np.float32
-    assert g(X, np.float32(2), np.float32(1)).dtype == np.float32
+    with pytest.warns(UserWarning, match="again at each call"):
+        assert g(X, np.float32(2), 3).dtype == np.float32
+        assert g(X, np.float32(2), np.float32(1)).dtype == np.float32
 
 
 def test_scalars_of_python_stay_weak():
@@ -290,7 +291,7 @@ def test_positional_and_keyword_arguments():
     def g(x, /, w, *rest, scale, **more):
         return sum(rest, x @ w) * scale + more["bias"]
 
-    half = mixed_precision(g, "mixed_bfloat16")
+    half = jax.jit(mixed_precision(g, "mixed_bfloat16"))
     kwargs = {"scale": jnp.float32(2), "bias": X}
     bit_equal(half(X, W, X, **kwargs), half(X, W, X, bias=X, scale=jnp.float32(2)))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'w'"):
@@ -378,7 +379,8 @@ def test_closures_are_read_at_each_call():
     half = mixed_precision(lambda x: x @ box["w"], "mixed_bfloat16")
     one = half(X)
     box["w"] = 2 * W
-    two = half(X)
+    with pytest.warns(UserWarning, match="again at each call"):
+        two = half(X)
     np.testing.assert_allclose(two, 2 * one)
 
     def outer(x, w):
@@ -420,12 +422,42 @@ def counted():
     return g, calls
 
 
-def test_eager_calls_trace_each_time():
+@pytest.mark.parametrize("inside", [lambda g: g, jax.jit])
+def test_eager_calls_trace_each_time_and_the_second_is_heard(inside):
     g, calls = counted()
-    half = mixed_precision(g, "mixed_bfloat16")
+    half = mixed_precision(inside(g), "mixed_bfloat16")
     half(X, W)
-    half(X, W)
-    assert len(calls) == 2
+    with pytest.warns(UserWarning, match="put @jax.jit above @mixed_prec") as heard:
+        half(X, W)
+        half(X, W)
+    assert [w.filename for w in heard] == [__file__]
+    assert inside is jax.jit or len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda half: jax.jit(lambda x: half(x, W) + half(X, W))(X),
+        lambda half: jax.vmap(half, (0, None))(X, W),
+        lambda half: jax.grad(lambda x: half(x, W).sum())(X),
+        lambda half: jax.eval_shape(half, X, W),
+        lambda half: jax.make_jaxpr(half)(X, W),
+    ],
+    ids=["jit", "vmap", "grad", "eval_shape", "make_jaxpr"],
+)
+def test_traced_calls_are_not_heard(call):
+    half = mixed_precision(f, "mixed_bfloat16")
+    call(half)
+    call(half)
+
+
+def test_eager_calls_that_were_asked_for_are_not_heard():
+    plain = mixed_precision(f, "float32")  # traces nothing
+    half = mixed_precision(f, "mixed_bfloat16")
+    with jax.disable_jit():
+        for _ in range(2):
+            plain(X, W)
+            half(X, W)
 
 
 def test_jitted_calls_trace_once():

@@ -9,7 +9,7 @@ from jmp_rewrite._explain import residuals
 from jmp_rewrite._explain.reasons import INTERNAL
 from jmp_rewrite._explain.rows import Equation
 from jmp_rewrite._explain.units import bytes_text, count_text, flops_text
-from jmp_rewrite._loss_scaling.step import SCALED
+from jmp_rewrite._loss_scaling.lineage import SCALED
 from jmp_rewrite._policy import Policy
 
 # Half products run on tensor cores at full speed if their dimensions are multiples of 8

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import pathlib
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ import jax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._policy import Policy
+from jmp_rewrite._source import user_level
 
 REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
@@ -195,20 +194,5 @@ def report_unused(policy: Policy, used: frozenset[str]) -> None:
             "in a parameter's path, but it matched nothing: look at the names that "
             "jax.make_jaxpr(...).pretty_print(name_stack=True) shows, or set one with "
             "jax.named_scope",
-            stacklevel=_user_level(),
+            stacklevel=user_level(),
         )
-
-
-_OWN = pathlib.Path(__file__).parents[1]
-_NOT_USER = (str(_OWN), str(pathlib.Path(jax.__file__).parent))
-
-
-def _user_level() -> int:
-    """Returns the `stacklevel` of the innermost frame of neither this library nor JAX.
-
-    `warnings.warn(skip_file_prefixes=...)` does it from Python 3.12 on.
-    """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_USER):
-        level, frame = level + 1, frame.f_back
-    return level
