@@ -22,6 +22,7 @@ ROOMS = (
     "_emit",
     "_nnx",
     "_keras",
+    "_arguments",
     "_transform",
     "_loss_scaling",
     "_train",
@@ -34,7 +35,7 @@ ROOMS = (
 # Remedies for single compilers still stand in the plan.
 EXCEPTIONS = {("_precision", "_passes"), ("_passes", "_emit")}
 # Loss scaling knows nothing of the rewrite, nor the rewrite of it.
-REWRITE = {"_graph", "_precision", "_passes", "_emit", "_transform"}
+REWRITE = {"_graph", "_precision", "_passes", "_emit", "_transform", "_arguments"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

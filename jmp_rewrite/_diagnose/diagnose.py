@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jmp_rewrite import _compat, _transform
+from jmp_rewrite._arguments import name_of, wraps
 from jmp_rewrite._diagnose import lockstep as _lockstep
 from jmp_rewrite._diagnose.blame import Finding, blame
 from jmp_rewrite._diagnose.counts import SPOILT
@@ -95,13 +96,13 @@ def diagnose(
         program = _Program(_transform.trace_call(plain, args, kwargs))
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(
-                _transform.name_of(plain).rpartition("<locals>.")[2],
+                name_of(plain).rpartition("<locals>.")[2],
                 program,
                 as_policy(given),
                 _TOLERANCE if tolerance is None else float(tolerance),
             )
 
-    return _transform.wraps(plain, wrapped)
+    return wraps(plain, wrapped)
 
 
 def _is_tolerance(given: Any) -> bool:

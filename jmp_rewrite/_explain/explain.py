@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jmp_rewrite import _transform
+from jmp_rewrite._arguments import name_of
 from jmp_rewrite._explain.report import Decision, Report
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
@@ -82,7 +83,7 @@ def _report(fun: Any, traced: _transform.Traced, policy: Policy) -> Report:
     graph, plan, unused = _transform.decide_quietly(traced, policy)
     return Report(
         Decision(
-            name=_transform.name_of(fun).rpartition("<locals>.")[2],
+            name=name_of(fun).rpartition("<locals>.")[2],
             policy=policy,
             closed=traced.closed,
             graph=graph,
