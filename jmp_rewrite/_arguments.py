@@ -173,6 +173,19 @@ def _listed(parameters: Sequence[Any]) -> str:
     return f"({', '.join(p.name for p in parameters)})"
 
 
+def not_a_function(given: Any) -> str:
+    """Returns how an error describes what came in place of a function."""
+    leaves = [x for x in tree_util.tree_leaves(given) if _is_traced(x)]
+    if not leaves:
+        return f"{given!r} of type {type(given).__name__}"
+    is_one = len(leaves) == 1 and leaves[0] is given
+    dtype, shape = leaves[0].dtype, list(leaves[0].shape)
+    what = (
+        f"an array, {dtype}{shape}" if is_one else f"a {type(given).__name__} of arrays"
+    )
+    return f"{what}: was the function called? Give the function itself"
+
+
 def name_of(fun: Any) -> str:
     inner = _innermost(fun)
     return getattr(inner, "__qualname__", type(inner).__name__)

@@ -22,11 +22,13 @@ from jmp_rewrite._arguments import (
     Static,
     hide,
     name_of,
+    not_a_function,
     pure_call,
     show,
     show_types,
     wraps,
 )
+from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._emit import program
 from jmp_rewrite._graph import build, nodes
 from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
@@ -133,6 +135,8 @@ def mixed_precision(
         chosen = as_policy(fixed)
         arguments = static.hide(args, kwargs)
         if chosen.compute_dtype == np.float32:
+            if chosen.name == "auto":
+                _log_auto()
             with jax.named_scope(REWRITTEN):
                 return fun(*args, **kwargs)
         with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
@@ -148,6 +152,16 @@ def mixed_precision(
     _keras.watch(fun, wrapped)
     wrapped.decorated = Decorated(wrapped, fun, fixed, static.hide)  # type: ignore[attr-defined]
     return wrapped
+
+
+@functools.cache
+def _log_auto() -> None:
+    """Logs, once, that nothing is half where nobody has said so."""
+    _LOGGER.warning(
+        "%s: nothing runs in half precision. Name a policy, such as "
+        "mixed_precision('mixed_bfloat16'), to run it all the same.",
+        why_auto_is_float32(),
+    )
 
 
 class _EagerCalls:
@@ -228,15 +242,21 @@ def _only_policy(fun: Any, policy: PolicyLike) -> Policy:
     if policy is not None:
         raise TypeError(
             "mixed_precision expected a function as its first argument beside the "
-            f"policy {policy!r}, got {fun!r}."
+            f"policy {policy!r}, got {not_a_function(fun)}."
         )
     try:
         return as_policy(fun)
     except TypeError:
         raise TypeError(
             "mixed_precision expected a function or a policy as its first argument, "
-            f"got {fun!r} of type {type(fun).__name__}."
+            f"got {not_a_function(fun)}."
         ) from None
+
+
+_TRACED = (
+    "mixed_precision traces a function as jax.jit does: branch with jax.lax.cond or "
+    "jnp.where, or name the arguments that decide in static_argnums or static_argnames."
+)
 
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
@@ -252,7 +272,11 @@ def _trace_hidden(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
 
     # Errors then name the user's function and its arguments, as those of jax.jit do.
     wraps(fun, fresh)
-    closed, results = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
+    try:
+        closed, results = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(_TRACED)
+        raise
     arguments = (args, kwargs)
     return Traced(closed, tree_util.tree_leaves(arguments), arguments, results)
 

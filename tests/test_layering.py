@@ -15,6 +15,7 @@ ROOMS = (
     "_compat",
     "_source",
     "_devices",
+    "_spelling",
     "_policy",
     "_graph",
     "_precision",

@@ -15,6 +15,10 @@ from jax import lax
 
 from jmp_rewrite import (
     Policy,
+    _policy,
+    _transform,
+    diagnose,
+    explain,
     full_precision,
     mixed_precision,
     mixed_precision_jaxpr,
@@ -177,6 +181,31 @@ def test_no_function(wrong):
         (TypeError, ValueError), match="expected a (function or a )?pol"
     ):
         mixed_precision(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [(X, r"an array, float32\[2, 4\]"), (np.ones(2), "an array"), ((X, W), "a tuple")],
+)
+def test_a_result_in_place_of_a_function(wrong, what):
+    for make in (mixed_precision, explain, diagnose):
+        with pytest.raises(TypeError, match="was the function called"):
+            make(wrong)
+    with pytest.raises(TypeError, match=f"got {what}.*was the function called"):
+        mixed_precision(wrong, "mixed_bfloat16")
+
+
+def test_auto_that_is_float32_is_logged_once(monkeypatch, caplog):
+    _transform._log_auto.cache_clear()
+    monkeypatch.setattr(_policy, "auto_compute_dtype", lambda: np.dtype("float32"))
+    monkeypatch.setattr(_transform, "why_auto_is_float32", lambda: "because")
+    for _ in range(2):
+        mixed_precision(f)(X, W)
+    (record,) = caplog.records
+    assert "because: nothing runs in half" in record.message
+    with caplog.at_level("WARNING"):
+        mixed_precision(f, "float32")(X, W)
+    assert len(caplog.records) == 1
 
 
 def test_two_policies():
@@ -518,6 +547,7 @@ def test_a_function_that_cannot_be_traced():
     # The message names the user's function and argument, as that of jax.jit does.
     assert "the function branches at" in str(ours)
     assert "depends on the value of the argument x" in str(ours)
+    assert any("name the arguments that decide in static" in n for n in ours.__notes__)
 
 
 @pytest.mark.parametrize(

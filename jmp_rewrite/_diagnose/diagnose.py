@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jmp_rewrite import _compat, _transform
-from jmp_rewrite._arguments import name_of, wraps
+from jmp_rewrite._arguments import name_of, not_a_function, wraps
 from jmp_rewrite._diagnose import lockstep as _lockstep
 from jmp_rewrite._diagnose.blame import Finding, blame
 from jmp_rewrite._diagnose.counts import SPOILT
@@ -84,7 +84,10 @@ def diagnose(
       Policy('mixed_float16', scopes={'layer': 'float32'})
     """
     if not callable(fun):
-        raise TypeError(f"diagnose expected a function, got {fun!r}.")
+        raise TypeError(
+            f"diagnose expected a function, got {not_a_function(fun)}: "
+            "call it as diagnose(fun, policy)(*args)."
+        )
     if tolerance is not None and not _is_tolerance(tolerance):
         raise ValueError(
             f"diagnose expected a tolerance above 0, or None, got {tolerance!r}."

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jmp_rewrite import _transform
-from jmp_rewrite._arguments import name_of
+from jmp_rewrite._arguments import name_of, not_a_function
 from jmp_rewrite._explain.report import Decision, Report
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
@@ -49,7 +49,7 @@ def explain(
     """
     if not callable(fun):
         raise TypeError(
-            f"explain expected a function, got {fun!r} of type {type(fun).__name__}: "
+            f"explain expected a function, got {not_a_function(fun)}: "
             "call it as explain(fun, policy)(*args)."
         )
     fixed = None if policy is None else as_policy(policy)
