@@ -9,7 +9,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from jmp_rewrite._precision import parameters as _parameters
 from jmp_rewrite._precision import pins as _pin
 from jmp_rewrite._rules.table import Category
 from jmp_rewrite._source import user_level
+from jmp_rewrite._spelling import DTypeLike, PolicyName
 
 _LOGGER = logging.getLogger("jmp_rewrite")
 
@@ -64,13 +65,54 @@ class Traced(NamedTuple):
         )
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Decorator(Protocol):
+    """What makes of a function another one of its signature."""
+
+    def __call__(self, fun: Callable[P, R], /) -> Callable[P, R]:
+        """Decorates a function."""
+
+
+# NumPy's scalar types are callable as well, and mean a dtype here.
+@overload
+def mixed_precision(  # type: ignore[overload-overlap]
+    fun: Policy | PolicyName | DTypeLike | None = None,
+    policy: None = None,
+    *,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Decorator: ...
+
+
+@overload
+def mixed_precision(
+    *,
+    policy: PolicyLike,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Decorator: ...
+
+
+@overload
+def mixed_precision(
+    fun: Callable[P, R],
+    policy: PolicyLike = None,
+    *,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Callable[P, R]: ...
+
+
 def mixed_precision(
     fun: Any = None,
     policy: PolicyLike = None,
     *,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
-) -> Callable[..., Any]:
+) -> Any:
     """Runs a function in mixed precision, with the results' dtypes unchanged.
 
     Matrix products and convolutions run on half operands and accumulate in float32;

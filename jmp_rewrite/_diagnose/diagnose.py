@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
@@ -32,12 +32,15 @@ from jmp_rewrite._precision.decide import Action, Plan
 _TOLERANCE = 0.25
 
 
+P = ParamSpec("P")
+
+
 def diagnose(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     policy: PolicyLike = None,
     *,
     tolerance: float | None = None,
-) -> Callable[..., Diagnosis]:
+) -> Callable[P, Diagnosis]:
     """Finds out which line makes a program wrong in half precision.
 
     Runs the function on the arguments of a call twice, side by side and equation by
@@ -95,7 +98,7 @@ def diagnose(
     plain, own = _transform.undecorated(fun)
     given = own if policy is None else as_policy(policy)
 
-    def wrapped(*args: Any, **kwargs: Any) -> Diagnosis:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
         program = _Program(_transform.trace_call(plain, args, kwargs))
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 from jmp_rewrite import _transform
 from jmp_rewrite._arguments import name_of, not_a_function
@@ -12,10 +12,10 @@ from jmp_rewrite._explain.report import Decision, Report
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
 
+P = ParamSpec("P")
 
-def explain(
-    fun: Callable[..., Any], policy: PolicyLike = None
-) -> Callable[..., Report]:
+
+def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Report]:
     """Says what `mixed_precision` does to a function, and why.
 
     Which products run in half, which values stay float32 because of what, what is kept
@@ -56,7 +56,7 @@ def explain(
     inner = _decorated(fun)
 
     @functools.wraps(fun, updated=())
-    def explained(*args: Any, **kwargs: Any) -> Report:
+    def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         if inner is None:
             traced = _transform.trace_types(fun, args, kwargs)
             return _report(fun, traced, as_policy(fixed))

@@ -12,7 +12,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -71,6 +71,10 @@ def _is_mark(name: str) -> bool:
     return name in (REWRITTEN, FULL_PRECISION)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 class _FullPrecision:
     """The context manager and decorator that `full_precision` returns.
 
@@ -88,11 +92,11 @@ class _FullPrecision:
     def __exit__(self, *exc: Any) -> None:
         self._entered.pop().__exit__(*exc)
 
-    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
         return _in_full_precision(fun)
 
 
-def _in_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _in_full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     if not callable(fun):
         raise TypeError(
             "full_precision expected a function to decorate, got "
@@ -101,11 +105,19 @@ def _in_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     # What a function carries is copied; the fields of a module are no business here.
     @functools.wraps(fun, updated=("__dict__",) if inspect.isfunction(fun) else ())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         with jax.named_scope(FULL_PRECISION):
             return fun(*args, **kwargs)
 
     return wrapped
+
+
+@overload
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]: ...
+
+
+@overload
+def full_precision(fun: None = None) -> _FullPrecision: ...
 
 
 def full_precision(fun: Callable[..., Any] | None = None) -> Any:
