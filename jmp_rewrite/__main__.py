@@ -232,7 +232,7 @@ def _devices(argv: Sequence[str]) -> None:
     policy = parser.parse_args(argv).policy
     if policy is None and (why := why_auto_is_float32()):
         print(f"{why}.\n")
-        print("\n\n".join(str(check_device(name)) for name in POLICIES[1:]))
+        print("\n\n".join(str(check_device(Policy(name))) for name in POLICIES[1:]))
     else:
         print(check_device(Policy(policy or "auto")))
 
