@@ -25,3 +25,5 @@ from jmp_rewrite._train import (
 from jmp_rewrite._train import make_train_step as make_train_step
 from jmp_rewrite._transform import mixed_precision as mixed_precision
 from jmp_rewrite._transform import mixed_precision_jaxpr as mixed_precision_jaxpr
+
+__version__ = "0.1.0.dev0"

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
+from jmp_rewrite import __version__
+from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._policy import Policy, check_device
 from jmp_rewrite._rules.table import Category, default_rules, reason
 
@@ -80,6 +82,7 @@ def _training_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="store_true", help="print the version, and that of JAX")
     add("--units", type=_count, help="width (default: 4096; 1024 on a CPU)")
     add("--epochs", type=_count, default=30, help="passes over the data (%(default)s)")
     add("--batch-size", type=_count, default=256, help="images a step (%(default)s)")
@@ -129,6 +132,8 @@ def _train(argv: Sequence[str]) -> None:
     runs = _train_all(args.policies, digits, course)
     report.save_figure(runs, args.out)
     _print(report.table(runs))
+    if note := report.slow_note(args.policies):
+        print(note)
     print(f"The curves are in {args.out}.")
 
 
@@ -220,11 +225,16 @@ def _devices(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--policy",
         type=_policy,
-        default="auto",
         metavar="NAME",
-        help="the policy to judge (default: the one that this device gets)",
+        help="the policy to judge (default: the one that this device gets; both half "
+        "types where it gets float32)",
     )
-    print(check_device(parser.parse_args(argv).policy))
+    policy = parser.parse_args(argv).policy
+    if policy is None and (why := why_auto_is_float32()):
+        print(f"{why}.\n")
+        print("\n\n".join(str(check_device(Policy(name))) for name in POLICIES[1:]))
+    else:
+        print(check_device(Policy(policy or "auto")))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -237,6 +247,9 @@ def main(argv: Sequence[str] | None = None) -> None:
       SystemExit: with code 2 for a bad argument, 1 where a package is missing.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "--version":
+        print(f"jmp_rewrite {__version__}, JAX {jax.__version__}")
+        return
     command = {"rules": _rules, "devices": _devices}.get(argv[0] if argv else "")
     try:
         command(argv[1:]) if command else _train(argv)

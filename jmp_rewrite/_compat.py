@@ -262,6 +262,51 @@ def is_being_differentiated(x: Any) -> bool:
     return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
+def staged(x: Any) -> Any:
+    """Returns the tracer of `jit` under those of `vmap` and differentiation, or None.
+
+    It belongs to the jaxpr that is being traced: see `maker`.
+    """
+    while True:
+        kind = type(x).__name__
+        if kind == "BatchTracer":
+            x = x.val
+        elif kind in ("JVPTracer", "LinearizeTracer"):
+            x = x.primal
+        else:
+            is_staged = kind == "DynamicJaxprTracer" and hasattr(x, "parent")
+            return x if is_staged else None
+
+
+def is_in_one_jaxpr(x: Any, y: Any) -> bool:
+    """Whether two results of `staged` belong to the same jaxpr."""
+    return x is not None and y is not None and x._trace is y._trace
+
+
+def maker(tracer: Any) -> Any:
+    """Returns the equation whose result a tracer of `jit` is; None for parameters.
+
+    It has `primitive`, `params` and `source_info`, as an equation of a finished jaxpr.
+    """
+    return tracer.parent
+
+
+def reads(eqn: Any) -> Sequence[Any]:
+    """Returns the operands of an equation: tracers, where it is being traced."""
+    return eqn.in_tracers if hasattr(eqn, "in_tracers") else eqn.invars
+
+
+def number(operand: Any) -> Any:
+    """Returns the value of an operand that is a literal; else None."""
+    atom = operand.val if isinstance(operand, jax.core.Tracer) else operand
+    return getattr(atom, "val", None)
+
+
+def result_index(eqn: Any, tracer: Any) -> int:
+    """Returns which result of an equation a tracer is."""
+    return next(i for i, v in enumerate(eqn.outvars) if v is tracer.val)
+
+
 def vary(x: Any, axes: Sequence[str]) -> Any:
     """Marks an array inside a `shard_map` as different on each device of its axes.
 

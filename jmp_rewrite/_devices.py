@@ -78,6 +78,22 @@ def auto_compute_dtype(device: Any = None) -> np.dtype:
     return fast[0] if fast else _FLOAT32
 
 
+def why_auto_is_float32(device: Any = None) -> str | None:
+    """Return why `"auto"` stands for float32 on a device, and None if it does not.
+
+    Args:
+        device: a `jax.Device`; by default the one that JAX would compute on.
+    """
+    device = _default_device() if device is None else device
+    if fast_dtypes(device):
+        return None
+    best = _FLOAT16 if device.platform == "gpu" else _BFLOAT16
+    return (
+        f"'auto' means float32 on this device ({device.device_kind}), because it has "
+        f"no {_needed(best, device.platform)}"
+    )
+
+
 def fast_dtypes(device: Any) -> tuple[np.dtype, ...]:
     """Return the half dtypes whose products a device computes fast, best first.
 
@@ -193,7 +209,7 @@ def _describe(device: Any) -> str:
 def _needed(compute_dtype: np.dtype, platform: str) -> str:
     """Say what a device of a platform has where the compute dtype is fast."""
     if platform == "cpu":
-        return "native products of " + str(compute_dtype)
+        return f"instructions for {compute_dtype} matrix multiplication"
     if platform == "tpu":
         return "matrix units for " + str(compute_dtype)
     least = _NVIDIA_BFLOAT16 if compute_dtype == _BFLOAT16 else _NVIDIA_FLOAT16

@@ -2,48 +2,34 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import logging
-import math
-import re
 from collections.abc import Iterator, Mapping
 from types import EllipsisType, MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 import jax
-import ml_dtypes
 import numpy as np
-from jax.extend.core import Primitive
 
 from jmp_rewrite._devices import DeviceCheck, auto_compute_dtype, check_devices
-from jmp_rewrite._rules.table import RULES, Category, default_rules, dtype_name
-
-LossScale: TypeAlias = str | float | None
+from jmp_rewrite._rules.table import Category, default_rules
+from jmp_rewrite._spelling import (
+    DTYPES,
+    CategoryName,
+    DTypeLike,
+    LossScale,
+    PolicyName,
+    PolicyObject,
+    ScopePrecision,
+    as_written,
+    parse_compute_dtype,
+    parse_loss_scale,
+    parse_reduce_dtype,
+    parse_rules,
+    parse_scopes,
+)
 
 _LOGGER = logging.getLogger("jmp_rewrite")
-
-_DTYPES = MappingProxyType(
-    {
-        "bfloat16": np.dtype(ml_dtypes.bfloat16),
-        "float16": np.dtype(np.float16),
-        "float32": np.dtype(np.float32),
-    }
-)
-
-_KNOWN = (
-    "a policy: 'mixed_float16', 'mixed_bfloat16', 'float32', 'auto', a dtype (float16, "
-    "bfloat16, float32), or jmp's form 'params=float32,compute=float16,output=float32'"
-)
-
-# https://github.com/google-deepmind/jmp, jmp/_src/policy.py: get_policy, parse_dtype
-_JMP_KEYS = {"p": "params", "c": "compute", "o": "output"}
-_JMP_DTYPES = {
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f32": "float32",
-    "full": "float32",
-}
 
 
 class Policy:
@@ -54,10 +40,12 @@ class Policy:
     and `Policy(jnp.float16)` for example.
 
     Args:
-        compute_dtype: the dtype of products: `"mixed_float16"`, `"mixed_bfloat16"` or
-            `"float32"`; `"auto"`, which asks this process's device each time that it is
-            used (see `auto_compute_dtype`); a dtype; or jmp's form
-            `"params=float32,compute=float16,output=float32"`, short `"c=f16"`.
+        compute_dtype: the dtype of matrix multiplications: `"mixed_float16"`,
+            `"mixed_bfloat16"` or `"float32"`, short `"fp16"`, `"bf16"`, `"f32"`;
+            `"auto"`, which asks this process's device each time that it is used (see
+            `auto_compute_dtype`); a dtype; jmp's form
+            `"params=float32,compute=float16,output=float32"`, short `"c=f16"`; or the
+            policy object of another library, `jmp.Policy` or Keras' `DTypePolicy`.
         rules: primitive name to `Category` (or its string), over the defaults, for
             example `{"exp": "infer"}`. A `Primitive` object stands for one's own.
         scopes: regular expression to `"float32"` or `"half"`, searched in the path of
@@ -65,12 +53,16 @@ class Policy:
         loss_scale: `"dynamic"`, a number > 0, or `None`. By default `"dynamic"` for
             float16, whose gradients underflow, and `None` otherwise. Only
             `make_train_step` and the user read it.
+        reduce_dtype: the dtype in which gradients are summed over devices. `None` is
+            float32. The compute dtype sends half the bytes, as `reduce_dtype` of
+            PyTorch's FSDP does, and rounds each device's part.
 
     Raises:
         ValueError: for an unknown string, dtype, rule, category or scope value; a
             pattern that is no regular expression; a scope `"half"` under float32; a
-            loss scale that is not positive and finite; or jmp's form with other
-            parameters or outputs than float32, since results keep their dtypes.
+            loss scale that is not positive and finite; another reduce_dtype than
+            float32 and the compute dtype; or other parameters or outputs than float32,
+            in jmp's form or an object, since parameters and results keep their dtypes.
         TypeError: for an argument of a wrong type.
 
     Example:
@@ -81,27 +73,39 @@ class Policy:
         (True, 'dynamic')
     """
 
-    __slots__ = ("_dtype", "_key", "_loss_scale", "_rules", "_scopes", "_written")
+    __slots__ = (
+        "_dtype",
+        "_key",
+        "_loss_scale",
+        "_reduce_dtype",
+        "_rules",
+        "_scopes",
+        "_written",
+    )
 
     _dtype: str
     _key: tuple
     _loss_scale: LossScale | EllipsisType
+    _reduce_dtype: str
     _rules: Mapping[str, Category]
-    _scopes: Mapping[str, str]
+    _scopes: Mapping[str, ScopePrecision]
     _written: Mapping[str, Any]
 
     def __init__(
         self,
-        compute_dtype: Any,
+        compute_dtype: str | DTypeLike | PolicyObject,
         *,
-        rules: Mapping[Any, Category | str] = MappingProxyType({}),
-        scopes: Mapping[str, str] = MappingProxyType({}),
+        rules: Mapping[Any, Category | CategoryName] = MappingProxyType({}),
+        scopes: Mapping[str, ScopePrecision] = MappingProxyType({}),
         loss_scale: LossScale | EllipsisType = ...,
+        reduce_dtype: str | DTypeLike | None = None,
     ) -> None:
-        dtype = _parse_compute_dtype(compute_dtype)
-        loss_scale = _parse_loss_scale(loss_scale)
-        parsed_rules = _parse_rules(rules)
-        parsed_scopes = _parse_scopes(scopes, dtype)
+        written = as_written(compute_dtype)
+        dtype = parse_compute_dtype(written)
+        reduced = parse_reduce_dtype(reduce_dtype, dtype)
+        loss_scale = parse_loss_scale(loss_scale)
+        parsed_rules = parse_rules(rules)
+        parsed_scopes = parse_scopes(scopes, dtype)
         default = "dynamic" if dtype == "float16" else ... if dtype == "auto" else None
         meant = default if loss_scale is ... else loss_scale
         values = {
@@ -111,11 +115,13 @@ class Policy:
                 frozenset(parsed_rules.items()),
                 tuple(parsed_scopes.items()),
                 meant,
+                reduced if reduced != "float32" else None,
             ),
             "_loss_scale": meant,
+            "_reduce_dtype": reduced or "float32",
             "_rules": MappingProxyType(parsed_rules),
             "_scopes": MappingProxyType(parsed_scopes),
-            "_written": _as_written(compute_dtype, rules, parsed_scopes, loss_scale),
+            "_written": _arguments(written, rules, parsed_scopes, loss_scale, reduced),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -131,16 +137,16 @@ class Policy:
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """The dtype of products: float16, bfloat16 or float32.
+        """The dtype of matrix multiplications: float16, bfloat16 or float32.
 
         Of `"auto"` it asks the device, which starts JAX's backend.
         """
-        return auto_compute_dtype() if self._dtype == "auto" else _DTYPES[self._dtype]
+        return auto_compute_dtype() if self._dtype == "auto" else DTYPES[self._dtype]
 
     @property
     def param_dtype(self) -> np.dtype:
         """The dtype of parameters and of the train state, always float32."""
-        return _DTYPES["float32"]
+        return DTYPES["float32"]
 
     @property
     def output_dtype(self) -> None:
@@ -153,7 +159,7 @@ class Policy:
         return self._rules
 
     @property
-    def scopes(self) -> Mapping[str, str]:
+    def scopes(self) -> Mapping[str, ScopePrecision]:
         """Regular expression to `"float32"` or `"half"`, in the order written."""
         return self._scopes
 
@@ -163,6 +169,11 @@ class Policy:
         if isinstance(self._loss_scale, EllipsisType):
             return "dynamic" if self.compute_dtype == "float16" else None
         return self._loss_scale
+
+    @property
+    def reduce_dtype(self) -> np.dtype:
+        """The dtype in which gradients are summed over devices: float32 by default."""
+        return DTYPES[self._reduce_dtype]
 
     def table(self) -> Mapping[str, Category]:
         """Return the whole rule table: the compute dtype's defaults under `rules`."""
@@ -208,16 +219,19 @@ class Policy:
         )
 
 
-PolicyLike: TypeAlias = Any
-"""A `Policy`, a string or a dtype; `None` for the default policy."""
+PolicyLike: TypeAlias = Policy | PolicyName | DTypeLike | PolicyObject | None
+"""What stands for a policy: a name, a dtype or an object; `None` for the default.
+
+A string that is not known before the program runs, and jmp's form, are `Policy(text)`.
+"""
 
 
 def as_policy(policy: PolicyLike) -> Policy:
     """Return the `Policy` that an argument means, wherever a policy is taken.
 
     Args:
-        policy: a `Policy`, which is returned as it is; a string or a dtype, as
-            `Policy` takes them; or `None`, which means `get_policy()`.
+        policy: a `Policy`, which is returned as it is; a string, a dtype or another
+            library's object, as `Policy` takes them; or `None`, for `get_policy()`.
 
     Raises:
         ValueError: for an unknown string or dtype.
@@ -318,128 +332,14 @@ def _merged_table(
     return MappingProxyType({**default_rules(dtype), **dict(rules)})
 
 
-def _parse_compute_dtype(given: Any) -> str:
-    """Return `"float16"`, `"bfloat16"`, `"float32"` or `"auto"`."""
-    if isinstance(given, str) and given == "auto":
-        return given
-    if isinstance(given, str) and "=" in given:
-        return _parse_jmp(given)
-    try:
-        return dtype_name(given)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"expected {_KNOWN}; got {given!r}") from None
-
-
-def _parse_jmp(text: str) -> str:
-    parts = dict.fromkeys(("params", "compute", "output"), "float32")
-    for part in text.split(","):
-        key, _, value = (piece.strip() for piece in part.partition("="))
-        key = _JMP_KEYS.get(key, key)
-        if key not in parts:
-            raise ValueError(f"expected {_KNOWN}; got {text!r}, which names {key!r}")
-        parts[key] = _JMP_DTYPES.get(value, value)
-    if parts["compute"] not in _DTYPES:
-        raise ValueError(f"expected {_KNOWN}; got {text!r}")
-    for key in ("params", "output"):
-        if parts[key] != "float32":
-            raise ValueError(
-                f"expected {key}=float32, got {key}={parts[key]} in {text!r}: "
-                "parameters and results keep their dtypes, so cast them outside"
-            )
-    return parts["compute"]
-
-
-def _parse_rules(rules: Mapping[Any, Category | str]) -> dict[str, Category]:
-    _expect_mapping("rules", "of primitive name to category", rules)
-    return {_parse_rule(key): _parse_category(key, rules[key]) for key in rules}
-
-
-def _parse_rule(key: object) -> str:
-    if isinstance(key, Primitive):
-        return key.name
-    if not isinstance(key, str):
-        raise TypeError(f"expected a primitive's name or a Primitive, got {key!r}")
-    if key not in RULES:
-        (nearest,) = difflib.get_close_matches(key, RULES, n=1, cutoff=0.0)
-        raise ValueError(
-            "expected the name of a JAX primitive, as jax.make_jaxpr prints it, got "
-            f"{key!r}: the nearest is {nearest!r}; for one of your own, give the "
-            "Primitive itself"
-        )
-    return key
-
-
-def _parse_category(key: object, category: object) -> Category:
-    if isinstance(category, Category):
-        return category
-    if not isinstance(category, str):
-        raise TypeError(
-            f"expected a Category or a string, got {category!r} for {key!r}"
-        )
-    try:
-        return Category(category)
-    except ValueError:
-        known = ", ".join(repr(known.value) for known in Category)
-        raise ValueError(
-            f"expected a category, one of {known}, got {category!r} for {key!r}"
-        ) from None
-
-
-def _parse_scopes(scopes: Mapping[str, str], dtype: str) -> dict[str, str]:
-    _expect_mapping("scopes", "of regular expression to precision", scopes)
-    for pattern, precision in scopes.items():
-        if not isinstance(pattern, str):
-            raise TypeError(f"expected a regular expression, got {pattern!r} in scopes")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"expected a regular expression, got {pattern!r} in scopes: {error}"
-            ) from None
-        if precision not in ("float32", "half"):
-            raise ValueError(
-                f"expected 'float32' or 'half' for the scope {pattern!r}, "
-                f"got {precision!r}"
-            )
-        if precision == "half" and dtype == "float32":
-            raise ValueError(
-                f"the scope {pattern!r} asks for 'half', but a float32 policy has no "
-                "half dtype: name 'mixed_bfloat16' or 'mixed_float16'"
-            )
-    return dict(scopes)
-
-
-def _expect_mapping(name: str, of_what: str, given: object) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"expected {name} to be a mapping {of_what}, got {given!r}")
-
-
-def _parse_loss_scale(given: Any) -> LossScale | EllipsisType:
-    expected = f"expected loss_scale 'dynamic', None or a number > 0, got {given!r}"
-    if given is None or given is ...:
-        return given
-    if isinstance(given, str):
-        if given != "dynamic":
-            raise ValueError(expected)
-        return given
-    if isinstance(given, np.generic):
-        given = given.item()
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        raise TypeError(expected)
-    if not (math.isfinite(given) and given > 0):
-        raise ValueError(expected)
-    return given
-
-
-def _as_written(
-    compute_dtype: Any,
+def _arguments(
+    compute_dtype: str,
     rules: Mapping[Any, Category | str],
     scopes: Mapping[str, str],
     loss_scale: LossScale | EllipsisType,
+    reduce_dtype: str | None,
 ) -> Mapping[str, Any]:
     """Return the arguments as they were given, without those left at their default."""
-    if not isinstance(compute_dtype, str):
-        compute_dtype = dtype_name(compute_dtype)
     written: dict[str, Any] = {"compute_dtype": compute_dtype}
     if rules:
         written["rules"] = dict(rules)
@@ -447,6 +347,8 @@ def _as_written(
         written["scopes"] = scopes
     if loss_scale is not ...:
         written["loss_scale"] = loss_scale
+    if reduce_dtype is not None:
+        written["reduce_dtype"] = reduce_dtype
     return MappingProxyType(written)
 
 

@@ -25,8 +25,23 @@ _LIBRARIES = (
     "jaxlib",
     "jaxtyping",
     "jmp_rewrite",
+    "keras",
     "optax",
 )
+
+
+def user_level() -> int:
+    """Returns the `stacklevel` for a warning at the innermost line of a user's.
+
+    It is called in the argument of `warnings.warn`: frames of this library, of those
+    above and of Python are not the user's. `warnings.warn(skip_file_prefixes=...)`
+    does a part of it from Python 3.12 on.
+    """
+    lines = Lines()
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and lines.is_library(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class Line(NamedTuple):
@@ -91,7 +106,7 @@ class Lines:
         """
         first = eqn
         while True:
-            if frame := self._frame(eqn, self._is_library):
+            if frame := self._frame(eqn, self.is_library):
                 return self._line(eqn, frame)
             if caller is None:
                 break
@@ -110,7 +125,7 @@ class Lines:
             self._known[frame] = Line(code.co_filename, number, code.co_qualname)
         return self._known[frame]
 
-    def _is_library(self, name: str) -> bool:
+    def is_library(self, name: str) -> bool:
         if name not in self._skip:
             in_python = name.startswith(self._python) and "-packages" not in name
             own = name.startswith(("<frozen", *self._libraries))

@@ -14,6 +14,7 @@ from jmp_rewrite._loss_scaling.step import scale_loss
 from jmp_rewrite._loss_scaling.transformation import loss_scaling
 from jmp_rewrite._policy import (
     Policy,
+    PolicyLike,
     as_policy,
     get_policy,
     is_policy_set,
@@ -25,7 +26,7 @@ from jmp_rewrite._transform import mixed_precision
 def make_train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
-    policy: Any = None,
+    policy: PolicyLike = None,
     *,
     has_aux: bool = False,
     donate: bool = True,
@@ -160,7 +161,7 @@ def _check_transformation(tx: Any) -> None:
         )
 
 
-def _check_needs_no_scaling(policy: Any) -> None:
+def _check_needs_no_scaling(policy: PolicyLike) -> None:
     policy = as_policy(policy)
     if policy.loss_scale is not None:
         raise ValueError(

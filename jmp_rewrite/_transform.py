@@ -1,19 +1,15 @@
 """`mixed_precision`: a function in, the same function in mixed precision out.
 
-Trace, decide, emit. This is the only place that knows of pytrees.
+Trace, decide, emit. Pytrees end here, and in `_arguments.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import functools
-import inspect
 import logging
-import operator
-import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +17,18 @@ import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, _keras
+from jmp_rewrite._arguments import (
+    Static,
+    hide,
+    name_of,
+    not_a_function,
+    pure_call,
+    show,
+    show_types,
+    wraps,
+)
+from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._emit import program
 from jmp_rewrite._graph import build, nodes
 from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
@@ -30,6 +37,8 @@ from jmp_rewrite._precision import decide as _plan
 from jmp_rewrite._precision import parameters as _parameters
 from jmp_rewrite._precision import pins as _pin
 from jmp_rewrite._rules.table import Category
+from jmp_rewrite._source import user_level
+from jmp_rewrite._spelling import DTypeLike, PolicyName
 
 _LOGGER = logging.getLogger("jmp_rewrite")
 
@@ -51,46 +60,50 @@ class Traced(NamedTuple):
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Makes the function's result from the jaxpr's results."""
-        return _show(
+        return show(
             tree_util.tree_unflatten(tree_util.tree_structure(self.results), arrays)
         )
 
 
-class _Hidden:
-    """A tree node without leaves, for what is passed on as it is."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-tree_util.register_pytree_node(_Hidden, lambda x: ((), x), lambda x, _: x)
+class Decorator(Protocol):
+    """What makes of a function another one of its signature."""
+
+    def __call__(self, fun: Callable[P, R], /) -> Callable[P, R]:
+        """Decorates a function."""
 
 
-def _hide(tree: Any) -> Any:
-    """Hides the leaves of a tree that are no arrays."""
-    return tree_util.tree_map(lambda x: x if _is_traced(x) else _Hidden(x), tree)
+# NumPy's scalar types are callable as well, and mean a dtype here.
+@overload
+def mixed_precision(  # type: ignore[overload-overlap]
+    fun: Policy | PolicyName | DTypeLike | None = None,
+    policy: None = None,
+    *,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Decorator: ...
 
 
-def _show_types(tree: Any) -> Any:
-    """Shows the types that stand for arrays, where nothing is computed."""
-
-    def show(x: Any) -> Any:
-        is_type = isinstance(x, _Hidden) and isinstance(x.value, jax.ShapeDtypeStruct)
-        return x.value if is_type else x
-
-    return tree_util.tree_map(show, tree, is_leaf=lambda x: isinstance(x, _Hidden))
-
-
-def _is_traced(leaf: Any) -> bool:
-    return _compat.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct)
+@overload
+def mixed_precision(
+    *,
+    policy: PolicyLike,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Decorator: ...
 
 
-def _show(tree: Any) -> Any:
-    return tree_util.tree_map(
-        lambda x: x.value if isinstance(x, _Hidden) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, _Hidden),
-    )
+@overload
+def mixed_precision(
+    fun: Callable[P, R],
+    policy: PolicyLike = None,
+    *,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Callable[P, R]: ...
 
 
 def mixed_precision(
@@ -99,7 +112,7 @@ def mixed_precision(
     *,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
-) -> Callable[..., Any]:
+) -> Any:
     """Runs a function in mixed precision, with the results' dtypes unchanged.
 
     Matrix products and convolutions run on half operands and accumulate in float32;
@@ -157,12 +170,15 @@ def mixed_precision(
             static_argnames=static_argnames,
         )
     fixed = None if policy is None else as_policy(policy)
-    static = _Static.of(fun, static_argnums, static_argnames)
+    static = Static.of(fun, static_argnums, static_argnames)
+    calls = _EagerCalls(fun)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = as_policy(fixed)
         arguments = static.hide(args, kwargs)
         if chosen.compute_dtype == np.float32:
+            if chosen.name == "auto":
+                _log_auto()
             with jax.named_scope(REWRITTEN):
                 return fun(*args, **kwargs)
         with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
@@ -171,11 +187,50 @@ def mixed_precision(
             with jax.named_scope(REWRITTEN):
                 consts = _compat.constants(traced.closed)
                 results = program.run(plan, consts, traced.arrays)
+            calls.count(results)
             return finish(traced.rebuild(results))
 
     wraps(fun, wrapped)
+    _keras.watch(fun, wrapped)
     wrapped.decorated = Decorated(wrapped, fun, fixed, static.hide)  # type: ignore[attr-defined]
     return wrapped
+
+
+@functools.cache
+def _log_auto() -> None:
+    """Logs, once, that nothing is half where nobody has said so."""
+    _LOGGER.warning(
+        "%s: nothing runs in half precision. Name a policy, such as "
+        "mixed_precision('mixed_bfloat16'), to run it all the same.",
+        why_auto_is_float32(),
+    )
+
+
+class _EagerCalls:
+    """Counts calls of a decorated function outside of `jax.jit`; warns of the second.
+
+    Each of them traces the function and compiles its equations one by one: 300 times
+    the time of the jitted function, for a small train step on a CPU.
+    """
+
+    def __init__(self, fun: Callable[..., Any]) -> None:
+        self._fun = fun
+        self._number = 0
+
+    def count(self, results: Sequence[Any]) -> None:
+        """Counts a call that has made these arrays."""
+        is_eager = any(map(_compat.is_concrete, results))
+        if not is_eager or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return
+        self._number += 1
+        if self._number == 2:
+            name = name_of(self._fun).rpartition("<locals>.")[2]
+            warnings.warn(
+                f"mixed_precision traces {name} again at each call, because it is "
+                "called outside of jax.jit: put @jax.jit above @mixed_precision, or "
+                f"write jax.jit(mixed_precision({name}))",
+                stacklevel=user_level(),
+            )
 
 
 class Decorated(NamedTuple):
@@ -229,184 +284,41 @@ def _only_policy(fun: Any, policy: PolicyLike) -> Policy:
     if policy is not None:
         raise TypeError(
             "mixed_precision expected a function as its first argument beside the "
-            f"policy {policy!r}, got {fun!r}."
+            f"policy {policy!r}, got {not_a_function(fun)}."
         )
     try:
         return as_policy(fun)
     except TypeError:
         raise TypeError(
             "mixed_precision expected a function or a policy as its first argument, "
-            f"got {fun!r} of type {type(fun).__name__}."
+            f"got {not_a_function(fun)}."
         ) from None
 
 
-class _Static(NamedTuple):
-    """Which arguments of a function are passed on as they are.
-
-    Attributes:
-      numbers: positions; one may lie beyond those of the signature only where the
-        function takes any number of arguments.
-      names: names.
-      declared: how many positional arguments the signature names.
-    """
-
-    numbers: tuple[int, ...]
-    names: tuple[str, ...]
-    declared: int
-
-    @classmethod
-    def of(cls, fun: Any, static_argnums: Any, static_argnames: Any) -> _Static:
-        """Reads `static_argnums` and `static_argnames` of a function."""
-        numbers = _as_tuple(static_argnums, int, "static_argnums")
-        names = _as_tuple(static_argnames, str, "static_argnames")
-        if not numbers and not names:
-            return cls((), (), 0)
-        parameters = _parameters_of(fun)
-        kinds = [p.kind for p in parameters]
-        positional = [p for p in parameters if p.kind in _POSITIONAL]
-        if _VAR_POSITIONAL not in kinds:
-            numbers = tuple(_position(fun, n, positional) for n in numbers)
-        if _VAR_KEYWORD not in kinds:
-            for name in names:
-                _check_name(fun, name, parameters)
-        numbers += tuple(i for i, p in enumerate(positional) if p.name in names)
-        names += tuple(
-            p.name
-            for i, p in enumerate(positional)
-            if i in numbers and p.kind is not _POSITIONAL_ONLY
-        )
-        return cls(numbers, names, len(positional))
-
-    def hide(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns a call's arguments with what is static hidden."""
-        hidden = list(args)
-        for number in self.numbers:
-            position = number + len(args) if number < 0 else number
-            if 0 <= position < len(args):
-                hidden[position] = _Hidden(args[position])
-            elif not 0 <= number < self.declared:
-                raise ValueError(
-                    f"static_argnums expected positions of arguments of the call, "
-                    f"which has {len(args)}, got {number}."
-                )
-        named = {k: _Hidden(v) if k in self.names else v for k, v in kwargs.items()}
-        return tuple(hidden), named
-
-
-_POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
-_POSITIONAL = (_POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_VAR_POSITIONAL = inspect.Parameter.VAR_POSITIONAL
-_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
-
-
-def _as_tuple(given: Any, kind: type, name: str) -> tuple[Any, ...]:
-    expected = f"{name} expected {kind.__name__} or an iterable of {kind.__name__}, "
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        given = (given,)
-    items = []
-    for item in given:
-        if kind is int and not isinstance(item, bool) and hasattr(item, "__index__"):
-            item = operator.index(item)
-        if not isinstance(item, kind) or isinstance(item, bool):
-            raise TypeError(f"{expected}got {item!r} of type {type(item).__name__}.")
-        items.append(item)
-    return tuple(items)
-
-
-def _parameters_of(fun: Any) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # functions of C tell nothing: anything may be
-        return [
-            inspect.Parameter("args", _VAR_POSITIONAL),
-            inspect.Parameter("kwargs", _VAR_KEYWORD),
-        ]
-
-
-def _position(fun: Any, number: int, positional: Sequence[Any]) -> int:
-    count = len(positional)
-    if not -count <= number < count:
-        raise ValueError(
-            f"static_argnums expected positions of the {count} positional arguments "
-            f"{_listed(positional)} of {name_of(fun)}, got {number}."
-        )
-    return number % count
-
-
-def _check_name(fun: Any, name: str, parameters: Sequence[Any]) -> None:
-    known = [
-        p
-        for p in parameters
-        if p.kind not in (_POSITIONAL_ONLY, _VAR_POSITIONAL, _VAR_KEYWORD)
-    ]
-    names = [p.name for p in known]
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(
-            f"static_argnames expected names of arguments {_listed(known)} of "
-            f"{name_of(fun)}, got {name!r}{hint}"
-        )
-
-
-def _listed(parameters: Sequence[Any]) -> str:
-    return f"({', '.join(p.name for p in parameters)})"
-
-
-def name_of(fun: Any) -> str:
-    inner = _innermost(fun)
-    return getattr(inner, "__qualname__", type(inner).__name__)
-
-
-def _innermost(fun: Any) -> Any:
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    return fun
-
-
-def wraps(fun: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
-    """`functools.wraps` for anything callable, partial objects and modules too."""
-    inner = _innermost(fun)
-    # What a function carries is copied; the fields of a module are no business here.
-    updated = ("__dict__",) if inspect.isfunction(fun) else ()
-    functools.update_wrapper(wrapped, inner, updated=updated)
-    wrapped.__wrapped__ = fun  # type: ignore[attr-defined]
-    return wrapped
-
-
-def pure_call(
-    fun: Callable[..., Any], args: Any, kwargs: Any
-) -> contextlib.AbstractContextManager[tuple[Any, Any, Any, Callable[[Any], Any]]]:
-    """Makes a call one of a function of trees, whose arguments do not change.
-
-    Returns:
-      A context manager that gives a function, its arguments, its keyword arguments,
-      and what makes `fun`'s result of the function's result. They are `fun` itself and
-      what was given, unless Flax NNX is in use: its modules change in place.
-    """
-    if "flax.nnx" in sys.modules:
-        from jmp_rewrite import _nnx  # it imports Flax
-
-        return _nnx.split(fun, args, kwargs, wraps)
-    return contextlib.nullcontext((fun, args, kwargs, lambda result: result))
+_TRACED = (
+    "mixed_precision traces a function as jax.jit does: branch with jax.lax.cond or "
+    "jnp.where, or name the arguments that decide in static_argnums or static_argnames."
+)
 
 
 def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    return _trace_hidden(fun, *_hide((args, kwargs)))
+    return _trace_hidden(fun, *hide((args, kwargs)))
 
 
 def _trace_hidden(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Traces `fun` through a fresh function, so that nothing it captured is cached."""
 
     def fresh(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _show((args, kwargs))
-        return _hide(fun(*args, **kwargs))
+        args, kwargs = show((args, kwargs))
+        return hide(fun(*args, **kwargs))
 
     # Errors then name the user's function and its arguments, as those of jax.jit do.
     wraps(fun, fresh)
-    closed, results = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
+    try:
+        closed, results = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(_TRACED)
+        raise
     arguments = (args, kwargs)
     return Traced(closed, tree_util.tree_leaves(arguments), arguments, results)
 
@@ -415,7 +327,7 @@ def trace_types(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    hide: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    hide_static: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
 ) -> Traced:
     """Traces `fun` for a call whose arrays may be given as `jax.ShapeDtypeStruct`.
 
@@ -423,11 +335,11 @@ def trace_types(
       fun: the function.
       args: positional arguments.
       kwargs: arguments by name.
-      hide: `Decorated.hide`; None if no argument is static.
+      hide_static: `Decorated.hide`; None if no argument is static.
     """
-    arguments = (args, kwargs) if hide is None else hide(args, kwargs)
+    arguments = (args, kwargs) if hide_static is None else hide_static(args, kwargs)
     with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, _):
-        return _trace_hidden(pure, *_show_types(_hide((pure_args, pure_kwargs))))
+        return _trace_hidden(pure, *show_types(hide((pure_args, pure_kwargs))))
 
 
 def decide_quietly(

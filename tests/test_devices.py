@@ -70,6 +70,15 @@ def test_auto_on_other_devices(native):
     assert auto_compute_dtype(device("METAL", "Apple M1")) == "float32"
 
 
+def test_auto_says_why_it_is_float32(native):
+    assert _devices.why_auto_is_float32(device("tpu", "TPU v5 lite")) is None
+    assert _devices.why_auto_is_float32(gpu("8.0")) is None
+    old = _devices.why_auto_is_float32(gpu("6.1", "Tesla P100"))
+    assert "float32 on this device (Tesla P100)" in old and "at least 7.0" in old
+    why = _devices.why_auto_is_float32(device("cpu", "cpu"))
+    assert why is None if native else "no instructions for bfloat16" in why
+
+
 def test_auto_takes_the_default_device(native):
     expected = "bfloat16" if native else "float32"
     assert auto_compute_dtype() == expected
@@ -185,7 +194,7 @@ def test_cpu(native):
     cpu = [device("cpu", "cpu")]
     check = check_devices("mixed_bfloat16", BFLOAT16, cpu)
     assert check.ok is native
-    assert "native products of bfloat16" in check.message
+    assert "instructions for bfloat16 matrix multiplication" in check.message
     assert not check_devices("mixed_float16", FLOAT16, cpu).ok
 
 

@@ -13,17 +13,20 @@ PACKAGE = pathlib.Path(jmp_rewrite.__file__).parent
 ROOMS = (
     "_rules",
     "_compat",
+    "_source",
     "_devices",
+    "_spelling",
     "_policy",
     "_graph",
     "_precision",
     "_passes",
     "_emit",
     "_nnx",
+    "_keras",
+    "_arguments",
     "_transform",
     "_loss_scaling",
     "_train",
-    "_source",
     "_explain",
     "_diagnose",
     "__init__",
@@ -33,7 +36,7 @@ ROOMS = (
 # Remedies for single compilers still stand in the plan.
 EXCEPTIONS = {("_precision", "_passes"), ("_passes", "_emit")}
 # Loss scaling knows nothing of the rewrite, nor the rewrite of it.
-REWRITE = {"_graph", "_precision", "_passes", "_emit", "_transform"}
+REWRITE = {"_graph", "_precision", "_passes", "_emit", "_transform", "_arguments"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -5,10 +5,13 @@ import math
 import re
 import types
 
+import jax
 import matplotlib.image
 import numpy as np
 import pytest
 
+import jmp_rewrite
+from jmp_rewrite import _devices
 from jmp_rewrite.__main__ import main
 from jmp_rewrite._demo import report, train
 from jmp_rewrite._policy import Policy
@@ -47,6 +50,7 @@ def test_job_prints_a_row_a_policy_and_draws(run_python, tmp_path):
     assert list(rows) == POLICIES
     skipped = [row.split("│")[4].strip() for row in rows.values()]
     assert skipped == ["0", "0", "1"]
+    assert "This CPU has no instructions for" in ran.stdout
     assert panels_with_curves(tmp_path / "jmp_rewrite.png", panels=3) == 3
 
 
@@ -196,6 +200,35 @@ def test_rules_and_devices_need_no_extras(run_python):
 def test_devices_judges_the_policy(capsys):
     main(["devices", "--policy", "mixed_float16"])
     assert "mixed_float16" in capsys.readouterr().out
+
+
+def test_devices_judges_both_half_types_where_auto_is_float32(capsys, monkeypatch):
+    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: False)
+    main(["devices"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("'auto' means float32 on this device (cpu), because")
+    for dtype in ("bfloat16", "float16"):
+        assert f"check (mixed_{dtype}): WARNING" in printed
+        assert f"no instructions for {dtype} matrix multiplication" in printed
+    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: True)
+    main(["devices"])
+    assert "check (mixed_bfloat16): OK" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_table_says_why_half_is_slow(native, monkeypatch):
+    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: native)
+    slow = "float16" if native else "bfloat16 or float16"
+    note = report.slow_note(POLICIES)
+    assert note.startswith(f"This CPU has no instructions for {slow} matrix mult")
+    assert report.slow_note(["float32"]) is None
+    assert (report.slow_note(["mixed_bfloat16"]) is None) == native
+
+
+def test_version(capsys):
+    main(["--version"])
+    printed = capsys.readouterr().out
+    assert printed == f"jmp_rewrite {jmp_rewrite.__version__}, JAX {jax.__version__}\n"
 
 
 def test_a_reader_that_leaves_is_no_error(run_python):

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import pickle
 import threading
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,10 @@ def no_default():
         ("p=full,c=f16,o=full", "float16"),
         ("c=f16", "float16"),
         ("p=f32", "float32"),
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("f16", "float16"),
+        ("f32", "float32"),
     ],
 )
 def test_compute_dtype(given, dtype):
@@ -133,6 +138,7 @@ def test_mappings_are_read_only_copies():
         "loss_scale=2.5)",
         "Policy('mixed_float16', loss_scale=None)",
         "Policy('mixed_bfloat16', loss_scale='dynamic')",
+        "Policy('bf16', reduce_dtype='bfloat16')",
     ],
 )
 def test_prints_as_it_is_written(written):
@@ -205,11 +211,94 @@ def test_frozen():
 
 @pytest.mark.parametrize(
     "wrong",
-    ["mixed_float64", "float8", "", "half", "f16", np.float64, np.int32, "int8", bool],
+    ["mixed_float64", "float8", "", "half", "f8", np.float64, np.int32, "int8", bool],
 )
 def test_unknown_policy(wrong):
     with pytest.raises(ValueError, match=f"expected a policy: {KNOWN}.*; got "):
         Policy(wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("mixed_bflaot16", "mixed_bfloat16"),
+        ("mixed_fp16", "mixed_float16"),
+        ("bfloat", "bfloat16"),
+        ("flaot32", "float32"),
+        ("Auto", "auto"),
+        ("bf-16", "bf16"),
+    ],
+)
+def test_a_misspelt_policy_is_answered_with_the_nearest(wrong, near):
+    with pytest.raises(ValueError, match=f"did you mean '{near}'"):
+        Policy(wrong)
+
+
+def test_no_guess_between_two():
+    with pytest.raises(ValueError, match="got 'half'$"):
+        Policy("half")
+
+
+@pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_float16", "float32"])
+def test_policies_of_keras(name, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras")
+    policy = as_policy(keras.DTypePolicy(name))
+    assert policy == Policy(name) and repr(policy) == f"Policy({name!r})"
+    with pytest.raises(ValueError, match="variables are bfloat16.*'mixed_bfloat16'"):
+        Policy(keras.DTypePolicy("bfloat16"))
+
+
+class Jmp(NamedTuple):
+    """What of `jmp.Policy` is read."""
+
+    param_dtype: str
+    compute_dtype: str
+    output_dtype: str
+
+    def __str__(self):
+        return "p={},c={},o={}".format(*self)
+
+
+def test_policies_of_jmp():
+    policy = Policy(Jmp("full", "bf16", "full"))
+    assert policy == Policy("mixed_bfloat16") and repr(policy).startswith("Policy('p=")
+    with pytest.raises(ValueError, match="expected output=float32, got output=bf"):
+        Policy(Jmp("full", "bf16", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("compute", "given", "dtype"),
+    [
+        ("mixed_bfloat16", None, "float32"),
+        ("mixed_bfloat16", "float32", "float32"),
+        ("mixed_bfloat16", "bf16", "bfloat16"),
+        ("mixed_bfloat16", jnp.bfloat16, "bfloat16"),
+        ("mixed_float16", np.float16, "float16"),
+        ("float32", "float32", "float32"),
+        ("auto", "float32", "float32"),
+    ],
+)
+def test_reduce_dtype(compute, given, dtype):
+    policy = Policy(compute, reduce_dtype=given)
+    assert isinstance(policy.reduce_dtype, np.dtype) and policy.reduce_dtype == dtype
+    assert (policy == Policy(compute)) == (dtype == "float32")
+    assert eval(repr(policy)) == policy == pickle.loads(pickle.dumps(policy))
+    assert hash(policy.replace()) == hash(policy)
+
+
+@pytest.mark.parametrize(
+    ("compute", "wrong", "expected"),
+    [
+        ("mixed_bfloat16", "float16", "float32 or the compute dtype, bfloat16; got 'f"),
+        ("mixed_bfloat16", np.float64, "reduce_dtype None, float32 or .*; got <class"),
+        ("auto", "bfloat16", "the compute dtype, which auto leaves open; got 'bfl"),
+        ("float32", "bfloat16", "the compute dtype, float32; got 'bfloat16'"),
+    ],
+)
+def test_wrong_reduce_dtype(compute, wrong, expected):
+    with pytest.raises(ValueError, match=expected):
+        Policy(compute, reduce_dtype=wrong)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, 1.5, ["mixed_float16"], Category.ALLOW])
@@ -304,7 +393,7 @@ def test_as_policy():
     with use_policy("mixed_bfloat16"):
         assert as_policy(None) == Policy("mixed_bfloat16")
     with pytest.raises(ValueError, match=KNOWN):
-        as_policy("fp16")
+        as_policy("fp8")
     with pytest.raises(TypeError, match=KNOWN):
         as_policy(16)
 
@@ -336,8 +425,8 @@ def test_use_policy_nests_and_restores():
 def test_a_wrong_default_changes_nothing():
     set_policy("mixed_float16")
     with pytest.raises(ValueError, match=KNOWN):
-        set_policy("fp16")
-    with pytest.raises(ValueError, match=KNOWN), use_policy("fp16"):
+        set_policy("fp8")
+    with pytest.raises(ValueError, match=KNOWN), use_policy("fp8"):
         pass
     assert get_policy() == Policy("mixed_float16")
 

@@ -15,6 +15,10 @@ from jax import lax
 
 from jmp_rewrite import (
     Policy,
+    _policy,
+    _transform,
+    diagnose,
+    explain,
     full_precision,
     mixed_precision,
     mixed_precision_jaxpr,
@@ -179,6 +183,31 @@ def test_no_function(wrong):
         mixed_precision(wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [(X, r"an array, float32\[2, 4\]"), (np.ones(2), "an array"), ((X, W), "a tuple")],
+)
+def test_a_result_in_place_of_a_function(wrong, what):
+    for make in (mixed_precision, explain, diagnose):
+        with pytest.raises(TypeError, match="was the function called"):
+            make(wrong)
+    with pytest.raises(TypeError, match=f"got {what}.*was the function called"):
+        mixed_precision(wrong, "mixed_bfloat16")
+
+
+def test_auto_that_is_float32_is_logged_once(monkeypatch, caplog):
+    _transform._log_auto.cache_clear()
+    monkeypatch.setattr(_policy, "auto_compute_dtype", lambda: np.dtype("float32"))
+    monkeypatch.setattr(_transform, "why_auto_is_float32", lambda: "because")
+    for _ in range(2):
+        mixed_precision(f)(X, W)
+    (record,) = caplog.records
+    assert "because: nothing runs in half" in record.message
+    with caplog.at_level("WARNING"):
+        mixed_precision(f, "float32")(X, W)
+    assert len(caplog.records) == 1
+
+
 def test_two_policies():
     with pytest.raises(TypeError, match="expected a function .*'mixed_bfloat16', got"):
         mixed_precision("mixed_float16", "mixed_bfloat16")
@@ -235,8 +264,9 @@ def test_numpy():
     x, w = np.asarray(X), np.asarray(W)
     same_types(f(x, w), mixed_precision(f, "mixed_bfloat16")(x, w))
     g = mixed_precision(lambda x, s, n: (x @ W) * s + n, "mixed_bfloat16")
-    assert g(X, np.float32(2), 3).dtype == np.float32
-    assert g(X, np.float32(2), np.float32(1)).dtype == np.float32
+    with pytest.warns(UserWarning, match="again at each call"):
+        assert g(X, np.float32(2), 3).dtype == np.float32
+        assert g(X, np.float32(2), np.float32(1)).dtype == np.float32
 
 
 def test_scalars_of_python_stay_weak():
@@ -290,7 +320,7 @@ def test_positional_and_keyword_arguments():
     def g(x, /, w, *rest, scale, **more):
         return sum(rest, x @ w) * scale + more["bias"]
 
-    half = mixed_precision(g, "mixed_bfloat16")
+    half = jax.jit(mixed_precision(g, "mixed_bfloat16"))
     kwargs = {"scale": jnp.float32(2), "bias": X}
     bit_equal(half(X, W, X, **kwargs), half(X, W, X, bias=X, scale=jnp.float32(2)))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'w'"):
@@ -378,7 +408,8 @@ def test_closures_are_read_at_each_call():
     half = mixed_precision(lambda x: x @ box["w"], "mixed_bfloat16")
     one = half(X)
     box["w"] = 2 * W
-    two = half(X)
+    with pytest.warns(UserWarning, match="again at each call"):
+        two = half(X)
     np.testing.assert_allclose(two, 2 * one)
 
     def outer(x, w):
@@ -420,12 +451,42 @@ def counted():
     return g, calls
 
 
-def test_eager_calls_trace_each_time():
+@pytest.mark.parametrize("inside", [lambda g: g, jax.jit])
+def test_eager_calls_trace_each_time_and_the_second_is_heard(inside):
     g, calls = counted()
-    half = mixed_precision(g, "mixed_bfloat16")
+    half = mixed_precision(inside(g), "mixed_bfloat16")
     half(X, W)
-    half(X, W)
-    assert len(calls) == 2
+    with pytest.warns(UserWarning, match="put @jax.jit above @mixed_prec") as heard:
+        half(X, W)
+        half(X, W)
+    assert [w.filename for w in heard] == [__file__]
+    assert inside is jax.jit or len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda half: jax.jit(lambda x: half(x, W) + half(X, W))(X),
+        lambda half: jax.vmap(half, (0, None))(X, W),
+        lambda half: jax.grad(lambda x: half(x, W).sum())(X),
+        lambda half: jax.eval_shape(half, X, W),
+        lambda half: jax.make_jaxpr(half)(X, W),
+    ],
+    ids=["jit", "vmap", "grad", "eval_shape", "make_jaxpr"],
+)
+def test_traced_calls_are_not_heard(call):
+    half = mixed_precision(f, "mixed_bfloat16")
+    call(half)
+    call(half)
+
+
+def test_eager_calls_that_were_asked_for_are_not_heard():
+    plain = mixed_precision(f, "float32")  # traces nothing
+    half = mixed_precision(f, "mixed_bfloat16")
+    with jax.disable_jit():
+        for _ in range(2):
+            plain(X, W)
+            half(X, W)
 
 
 def test_jitted_calls_trace_once():
@@ -486,6 +547,7 @@ def test_a_function_that_cannot_be_traced():
     # The message names the user's function and argument, as that of jax.jit does.
     assert "the function branches at" in str(ours)
     assert "depends on the value of the argument x" in str(ours)
+    assert any("name the arguments that decide in static" in n for n in ours.__notes__)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,14 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
+import jax
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from jmp_rewrite._demo.train import Run
+from jmp_rewrite._devices import fast_dtypes
+from jmp_rewrite._policy import Policy
 
 COLUMNS = (
     "policy",
@@ -46,6 +49,25 @@ def _row(run: Run) -> list[str]:
         str(sum(run.skipped)),
         f"{run.scales[-1]:,.10g}" if run.scaled else "-",
     ]
+
+
+def slow_note(policies: Sequence[str]) -> str | None:
+    """Says why half precision is not faster on this device, where it is not."""
+    chosen = [Policy(name) for name in policies]
+    device = jax.local_devices()[0]
+    fast = {str(dtype) for dtype in (*fast_dtypes(device), "float32")}
+    slow = list(dict.fromkeys(str(p.compute_dtype) for p in chosen))
+    slow = [dtype for dtype in slow if dtype not in fast]
+    if not slow:
+        return None
+    kind = (
+        device.device_kind.upper() if device.platform == "cpu" else device.device_kind
+    )
+    return (
+        f"This {kind} has no instructions for {' or '.join(slow)} matrix "
+        "multiplication: expect no speedup here. What falls is the bytes of "
+        "activations; a TPU or a GPU with tensor cores is faster as well."
+    )
 
 
 def save_figure(runs: Sequence[Run], path: pathlib.Path) -> None:

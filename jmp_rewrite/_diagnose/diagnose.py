@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import numpy as np
 
 from jmp_rewrite import _compat, _transform
+from jmp_rewrite._arguments import name_of, not_a_function, wraps
 from jmp_rewrite._diagnose import lockstep as _lockstep
 from jmp_rewrite._diagnose.blame import Finding, blame
 from jmp_rewrite._diagnose.counts import SPOILT
@@ -31,12 +32,15 @@ from jmp_rewrite._precision.decide import Action, Plan
 _TOLERANCE = 0.25
 
 
+P = ParamSpec("P")
+
+
 def diagnose(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     policy: PolicyLike = None,
     *,
     tolerance: float | None = None,
-) -> Callable[..., Diagnosis]:
+) -> Callable[P, Diagnosis]:
     """Finds out which line makes a program wrong in half precision.
 
     Runs the function on the arguments of a call twice, side by side and equation by
@@ -83,7 +87,10 @@ def diagnose(
       Policy('mixed_float16', scopes={'layer': 'float32'})
     """
     if not callable(fun):
-        raise TypeError(f"diagnose expected a function, got {fun!r}.")
+        raise TypeError(
+            f"diagnose expected a function, got {not_a_function(fun)}: "
+            "call it as diagnose(fun, policy)(*args)."
+        )
     if tolerance is not None and not _is_tolerance(tolerance):
         raise ValueError(
             f"diagnose expected a tolerance above 0, or None, got {tolerance!r}."
@@ -91,17 +98,17 @@ def diagnose(
     plain, own = _transform.undecorated(fun)
     given = own if policy is None else as_policy(policy)
 
-    def wrapped(*args: Any, **kwargs: Any) -> Diagnosis:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
         program = _Program(_transform.trace_call(plain, args, kwargs))
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(
-                _transform.name_of(plain).rpartition("<locals>.")[2],
+                name_of(plain).rpartition("<locals>.")[2],
                 program,
                 as_policy(given),
                 _TOLERANCE if tolerance is None else float(tolerance),
             )
 
-    return _transform.wraps(plain, wrapped)
+    return wraps(plain, wrapped)
 
 
 def _is_tolerance(given: Any) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._explain import residuals
 from jmp_rewrite._explain.reasons import INTERNAL
 from jmp_rewrite._explain.rows import Equation
 from jmp_rewrite._explain.units import bytes_text, count_text, flops_text
-from jmp_rewrite._loss_scaling.step import SCALED
+from jmp_rewrite._loss_scaling.lineage import SCALED
 from jmp_rewrite._policy import Policy
 
 # Half products run on tensor cores at full speed if their dimensions are multiples of 8
@@ -59,7 +60,12 @@ class Facts(NamedTuple):
 
 def advice(facts: Facts) -> list[str]:
     """Returns advice as sentences, the most urgent first."""
-    if facts.policy.name == "float32":
+    if facts.policy.name == "auto" and (why := why_auto_is_float32()):
+        return [
+            f"{why}: nothing is half. To see what a TPU or a GPU would get: "
+            'explain(fun, "mixed_bfloat16").'
+        ]
+    if facts.policy.compute_dtype == "float32":
         return ["The policy is float32, so nothing is half."]
     checks = (
         _loss_scale,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 from jmp_rewrite import _transform
+from jmp_rewrite._arguments import name_of, not_a_function
 from jmp_rewrite._explain.report import Decision, Report
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
 
+P = ParamSpec("P")
 
-def explain(
-    fun: Callable[..., Any], policy: PolicyLike = None
-) -> Callable[..., Report]:
+
+def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Report]:
     """Says what `mixed_precision` does to a function, and why.
 
     Which products run in half, which values stay float32 because of what, what is kept
@@ -48,14 +49,14 @@ def explain(
     """
     if not callable(fun):
         raise TypeError(
-            f"explain expected a function, got {fun!r} of type {type(fun).__name__}: "
+            f"explain expected a function, got {not_a_function(fun)}: "
             "call it as explain(fun, policy)(*args)."
         )
     fixed = None if policy is None else as_policy(policy)
     inner = _decorated(fun)
 
     @functools.wraps(fun, updated=())
-    def explained(*args: Any, **kwargs: Any) -> Report:
+    def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         if inner is None:
             traced = _transform.trace_types(fun, args, kwargs)
             return _report(fun, traced, as_policy(fixed))
@@ -82,7 +83,7 @@ def _report(fun: Any, traced: _transform.Traced, policy: Policy) -> Report:
     graph, plan, unused = _transform.decide_quietly(traced, policy)
     return Report(
         Decision(
-            name=_transform.name_of(fun).rpartition("<locals>.")[2],
+            name=name_of(fun).rpartition("<locals>.")[2],
             policy=policy,
             closed=traced.closed,
             graph=graph,

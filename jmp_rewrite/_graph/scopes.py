@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import pathlib
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._policy import Policy
+from jmp_rewrite._source import user_level
 
 REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
@@ -72,6 +71,10 @@ def _is_mark(name: str) -> bool:
     return name in (REWRITTEN, FULL_PRECISION)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
 class _FullPrecision:
     """The context manager and decorator that `full_precision` returns.
 
@@ -89,11 +92,11 @@ class _FullPrecision:
     def __exit__(self, *exc: Any) -> None:
         self._entered.pop().__exit__(*exc)
 
-    def __call__(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
         return _in_full_precision(fun)
 
 
-def _in_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _in_full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     if not callable(fun):
         raise TypeError(
             "full_precision expected a function to decorate, got "
@@ -102,11 +105,19 @@ def _in_full_precision(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     # What a function carries is copied; the fields of a module are no business here.
     @functools.wraps(fun, updated=("__dict__",) if inspect.isfunction(fun) else ())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         with jax.named_scope(FULL_PRECISION):
             return fun(*args, **kwargs)
 
     return wrapped
+
+
+@overload
+def full_precision(fun: Callable[P, R]) -> Callable[P, R]: ...
+
+
+@overload
+def full_precision(fun: None = None) -> _FullPrecision: ...
 
 
 def full_precision(fun: Callable[..., Any] | None = None) -> Any:
@@ -195,20 +206,5 @@ def report_unused(policy: Policy, used: frozenset[str]) -> None:
             "in a parameter's path, but it matched nothing: look at the names that "
             "jax.make_jaxpr(...).pretty_print(name_stack=True) shows, or set one with "
             "jax.named_scope",
-            stacklevel=_user_level(),
+            stacklevel=user_level(),
         )
-
-
-_OWN = pathlib.Path(__file__).parents[1]
-_NOT_USER = (str(_OWN), str(pathlib.Path(jax.__file__).parent))
-
-
-def _user_level() -> int:
-    """Returns the `stacklevel` of the innermost frame of neither this library nor JAX.
-
-    `warnings.warn(skip_file_prefixes=...)` does it from Python 3.12 on.
-    """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_NOT_USER):
-        level, frame = level + 1, frame.f_back
-    return level

@@ -14,6 +14,7 @@ from jmp_rewrite._loss_scaling.leaves import (
     unscale_tree,
     widen,
 )
+from jmp_rewrite._loss_scaling.lineage import SCALED
 from jmp_rewrite._loss_scaling.state import loss_scale_state
 
 
@@ -59,10 +60,6 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
 
 def _describe(x: Any) -> str:
     return f"dtype {jnp.result_type(x)}" if is_array(x) else type(x).__name__
-
-
-# The name scope of the multiplication, by which reports find it.
-SCALED = "jmp_rewrite.scale_loss"
 
 
 @jax.custom_jvp

@@ -25,6 +25,7 @@ from jmp_rewrite._loss_scaling.leaves import (
     unscale_tree,
     widen,
 )
+from jmp_rewrite._loss_scaling.misuse import warn_of_misuse
 from jmp_rewrite._loss_scaling.schedule import (
     Schedule,
     check_loss_scale,
@@ -75,6 +76,10 @@ def loss_scaling(
     All other keyword arguments reach `inner`: `grad=` is taken to be scaled just as
     the gradients are and is unscaled with them; `value=` and `value_fn=` are those of
     the loss itself, which `scale_loss` does not change.
+
+    An update that is traced looks at how its gradients were made, and warns if the loss
+    was not scaled, if they are divided by the scale twice, or if they were clipped
+    while they were scaled.
 
     Args:
         inner: the optax transformation to protect, or None for an element of a chain.
@@ -180,6 +185,8 @@ def loss_scaling(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_update(state, grads_unscaled)
+        if loss_scale is not None:
+            warn_of_misuse(updates, state.loss_scale, schedule.fixed, grads_unscaled)
         to_true = _true_gradients(state, grads_unscaled, loss_scale is None)
         grads = to_true(updates)
         if "grad" in extra_args:

@@ -98,6 +98,36 @@ def test_fit(policy):
     np.testing.assert_allclose(losses, losses_of_fit("float32"), rtol=0.045)
 
 
+def test_a_step_decorated_after_fit_is_heard():
+    """Keras goes on with the step that it has compiled, until the next `compile`."""
+    x, y = digits()
+
+    def fit(run):
+        run(x[:64], y[:64], batch_size=64, verbose=0)
+
+    model = classifier()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    fit(model.fit)
+    mixed_precision(model.train_step, BF16)  # not used, and nobody asked for it
+    fit(model.fit)
+    model.train_step = mixed_precision(model.train_step, BF16)
+    with pytest.warns(UserWarning, match=r"call model\.compile") as heard:
+        fit(model.fit)
+    assert [w.filename for w in heard] == [__file__]
+    fit(model.fit)  # it is heard once
+
+
+def test_a_step_decorated_before_compile_is_not():
+    x, y = digits()
+    model = classifier()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss)
+    model.fit(x[:64], y[:64], batch_size=64, verbose=0)
+    model.train_step = mixed_precision(model.train_step, BF16)
+    model.compile("sgd", loss)
+    model.fit(x[:64], y[:64], batch_size=64, verbose=0)
+
+
 def test_fit_is_half():
     model = classifier()
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))

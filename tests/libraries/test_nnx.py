@@ -87,6 +87,7 @@ def halves(fun, *args):
         mixed_precision(call, "float32"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:mixed_precision traces")  # some are not jitted
 def test_a_change_in_place_is_seen_outside(run):
     net = Net()
     if getattr(run, "graph", None) is False or "SimpleJit" in type(run).__name__:

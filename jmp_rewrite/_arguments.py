@@ -1,0 +1,224 @@
+"""A call's arguments and results: what is traced, what is passed on as it is.
+
+Leaves that are no arrays, and what `static_argnums` names, are hidden from JAX in tree
+nodes without leaves. Modules of Flax NNX, which change in place, are taken apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import tree_util
+
+from jmp_rewrite import _compat
+
+
+class Hidden:
+    """A tree node without leaves, for what is passed on as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+tree_util.register_pytree_node(Hidden, lambda x: ((), x), lambda x, _: x)
+
+
+def hide(tree: Any) -> Any:
+    """Hides the leaves of a tree that are no arrays."""
+    return tree_util.tree_map(lambda x: x if _is_traced(x) else Hidden(x), tree)
+
+
+def show_types(tree: Any) -> Any:
+    """Shows the types that stand for arrays, where nothing is computed."""
+
+    def show(x: Any) -> Any:
+        is_type = isinstance(x, Hidden) and isinstance(x.value, jax.ShapeDtypeStruct)
+        return x.value if is_type else x
+
+    return tree_util.tree_map(show, tree, is_leaf=lambda x: isinstance(x, Hidden))
+
+
+def _is_traced(leaf: Any) -> bool:
+    return _compat.is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def show(tree: Any) -> Any:
+    return tree_util.tree_map(
+        lambda x: x.value if isinstance(x, Hidden) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Hidden),
+    )
+
+
+class Static(NamedTuple):
+    """Which arguments of a function are passed on as they are.
+
+    Attributes:
+      numbers: positions; one may lie beyond those of the signature only where the
+        function takes any number of arguments.
+      names: names.
+      declared: how many positional arguments the signature names.
+    """
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    declared: int
+
+    @classmethod
+    def of(cls, fun: Any, static_argnums: Any, static_argnames: Any) -> Static:
+        """Reads `static_argnums` and `static_argnames` of a function."""
+        numbers = _as_tuple(static_argnums, int, "static_argnums")
+        names = _as_tuple(static_argnames, str, "static_argnames")
+        if not numbers and not names:
+            return cls((), (), 0)
+        parameters = _parameters_of(fun)
+        kinds = [p.kind for p in parameters]
+        positional = [p for p in parameters if p.kind in _POSITIONAL]
+        if _VAR_POSITIONAL not in kinds:
+            numbers = tuple(_position(fun, n, positional) for n in numbers)
+        if _VAR_KEYWORD not in kinds:
+            for name in names:
+                _check_name(fun, name, parameters)
+        numbers += tuple(i for i, p in enumerate(positional) if p.name in names)
+        names += tuple(
+            p.name
+            for i, p in enumerate(positional)
+            if i in numbers and p.kind is not _POSITIONAL_ONLY
+        )
+        return cls(numbers, names, len(positional))
+
+    def hide(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call's arguments with what is static hidden."""
+        hidden = list(args)
+        for number in self.numbers:
+            position = number + len(args) if number < 0 else number
+            if 0 <= position < len(args):
+                hidden[position] = Hidden(args[position])
+            elif not 0 <= number < self.declared:
+                raise ValueError(
+                    f"static_argnums expected positions of arguments of the call, "
+                    f"which has {len(args)}, got {number}."
+                )
+        named = {k: Hidden(v) if k in self.names else v for k, v in kwargs.items()}
+        return tuple(hidden), named
+
+
+_POSITIONAL_ONLY = inspect.Parameter.POSITIONAL_ONLY
+_POSITIONAL = (_POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VAR_POSITIONAL = inspect.Parameter.VAR_POSITIONAL
+_VAR_KEYWORD = inspect.Parameter.VAR_KEYWORD
+
+
+def _as_tuple(given: Any, kind: type, name: str) -> tuple[Any, ...]:
+    expected = f"{name} expected {kind.__name__} or an iterable of {kind.__name__}, "
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        given = (given,)
+    items = []
+    for item in given:
+        if kind is int and not isinstance(item, bool) and hasattr(item, "__index__"):
+            item = operator.index(item)
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise TypeError(f"{expected}got {item!r} of type {type(item).__name__}.")
+        items.append(item)
+    return tuple(items)
+
+
+def _parameters_of(fun: Any) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # functions of C tell nothing: anything may be
+        return [
+            inspect.Parameter("args", _VAR_POSITIONAL),
+            inspect.Parameter("kwargs", _VAR_KEYWORD),
+        ]
+
+
+def _position(fun: Any, number: int, positional: Sequence[Any]) -> int:
+    count = len(positional)
+    if not -count <= number < count:
+        raise ValueError(
+            f"static_argnums expected positions of the {count} positional arguments "
+            f"{_listed(positional)} of {name_of(fun)}, got {number}."
+        )
+    return number % count
+
+
+def _check_name(fun: Any, name: str, parameters: Sequence[Any]) -> None:
+    known = [
+        p
+        for p in parameters
+        if p.kind not in (_POSITIONAL_ONLY, _VAR_POSITIONAL, _VAR_KEYWORD)
+    ]
+    names = [p.name for p in known]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(
+            f"static_argnames expected names of arguments {_listed(known)} of "
+            f"{name_of(fun)}, got {name!r}{hint}"
+        )
+
+
+def _listed(parameters: Sequence[Any]) -> str:
+    return f"({', '.join(p.name for p in parameters)})"
+
+
+def not_a_function(given: Any) -> str:
+    """Returns how an error describes what came in place of a function."""
+    leaves = [x for x in tree_util.tree_leaves(given) if _is_traced(x)]
+    if not leaves:
+        return f"{given!r} of type {type(given).__name__}"
+    is_one = len(leaves) == 1 and leaves[0] is given
+    dtype, shape = leaves[0].dtype, list(leaves[0].shape)
+    what = (
+        f"an array, {dtype}{shape}" if is_one else f"a {type(given).__name__} of arrays"
+    )
+    return f"{what}: was the function called? Give the function itself"
+
+
+def name_of(fun: Any) -> str:
+    inner = _innermost(fun)
+    return getattr(inner, "__qualname__", type(inner).__name__)
+
+
+def _innermost(fun: Any) -> Any:
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return fun
+
+
+def wraps(fun: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.wraps` for anything callable, partial objects and modules too."""
+    inner = _innermost(fun)
+    # What a function carries is copied; the fields of a module are no business here.
+    updated = ("__dict__",) if inspect.isfunction(fun) else ()
+    functools.update_wrapper(wrapped, inner, updated=updated)
+    wrapped.__wrapped__ = fun  # type: ignore[attr-defined]
+    return wrapped
+
+
+def pure_call(
+    fun: Callable[..., Any], args: Any, kwargs: Any
+) -> contextlib.AbstractContextManager[tuple[Any, Any, Any, Callable[[Any], Any]]]:
+    """Makes a call one of a function of trees, whose arguments do not change.
+
+    Returns:
+      A context manager that gives a function, its arguments, its keyword arguments,
+      and what makes `fun`'s result of the function's result. They are `fun` itself and
+      what was given, unless Flax NNX is in use: its modules change in place.
+    """
+    if "flax.nnx" in sys.modules:
+        from jmp_rewrite import _nnx  # it imports Flax
+
+        return _nnx.split(fun, args, kwargs, wraps)
+    return contextlib.nullcontext((fun, args, kwargs, lambda result: result))

@@ -1,0 +1,221 @@
+"""How values grow with the loss scale: their degree of homogeneity in it.
+
+The gradients of a scaled loss are of degree 1 (twice the scale, twice the gradient),
+and divided by the scale they are of degree 0. A norm is of the degree of its operand, a
+variance of twice that. What compares a value of degree 1 with a fixed number, as
+clipping does, has no degree: what it makes is right for one scale only.
+
+It is dimensional analysis, after the backward pass alone. Where it does not know, it
+says so, and nobody is warned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from jmp_rewrite import _compat
+from jmp_rewrite._loss_scaling.lineage import is_backward
+from jmp_rewrite._rules.held import CALLS
+
+# A number, or one of the four words below.
+Degree: TypeAlias = Fraction | str
+ANY = "any"  # of zero and infinity, which no factor changes
+GUARD = "guard"  # of a number too small to be a threshold
+UNKNOWN = "unknown"
+MIXED = "mixed"  # a value of a degree compared with a fixed number
+
+# Numbers up to this guard a division by zero; nobody clips gradients there. The largest
+# default of optax is the 1e-3 of `adaptive_grad_clip`, against a parameter's norm.
+_SMALL = 1e-4
+_SCAN_ROUNDS = 3
+
+# The result has the degree of the operands.
+_KEEP = frozenset(
+    "abs add add_any all_gather all_to_all broadcast_in_dim complex concatenate "
+    "convert_element_type copy copy_p cumsum dynamic_slice expand_dims imag neg pad "
+    "pmax pmin ppermute psum psum2 psum_invariant pvary real reduce_max reduce_min "
+    "reduce_precision reduce_scatter reduce_sum reshape rev sharding_constraint slice "
+    "squeeze sub transpose optimization_barrier".split()
+)
+_ORDER = frozenset({"ge", "gt", "le", "lt"})
+# Whatever the degree of the operand, that of the result is 0.
+_DROP = frozenset({"eq", "is_finite", "ne", "sign"})
+# Linear in both operands.
+_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+
+
+def degrees(tracers: Sequence[Any], scale: Any, gradient: Fraction) -> list[Degree]:
+    """Returns the degree of each value of the jaxpr that is being traced.
+
+    Args:
+      tracers: tracers of `jit`.
+      scale: that of the loss scale.
+      gradient: the degree of what a backward pass makes.
+    """
+    known: dict[int, Sequence[Degree]] = {}
+
+    def of(tracer: Any) -> Degree:
+        if tracer is scale:
+            return Fraction(1)
+        if (value := _compat.number(tracer)) is not None:
+            return _of_number(value)
+        eqn = _compat.maker(tracer)
+        if eqn is None:
+            return UNKNOWN
+        found = known[id(eqn)]
+        return found[_compat.result_index(eqn, tracer)]
+
+    for eqn in _after_backward(tracers):
+        if is_backward(eqn):
+            known[id(eqn)] = [gradient] * len(eqn.outvars)
+        else:
+            operands = [of(x) for x in _compat.reads(eqn)]
+            known[id(eqn)] = _results(eqn, operands, gradient)
+    return [of(tracer) for tracer in tracers]
+
+
+def _after_backward(tracers: Sequence[Any]) -> Iterable[Any]:
+    """Returns the equations that made these, back to the backward pass, in order."""
+    done: dict[int, Any] = {}
+    todo = [_compat.maker(t) for t in tracers]
+    while todo:
+        eqn = todo[-1]
+        if eqn is None or id(eqn) in done:
+            todo.pop()
+            continue
+        reads = () if is_backward(eqn) else _compat.reads(eqn)
+        missing = [m for m in map(_compat.maker, reads) if m and id(m) not in done]
+        if missing:
+            todo += missing
+        else:
+            done[id(eqn)] = todo.pop()
+    return done.values()
+
+
+def _of_number(value: Any) -> Degree:
+    size = np.abs(np.asarray(value)).astype(np.float64)
+    if np.all((size == 0) | np.isinf(size)):
+        return ANY
+    return GUARD if np.all(size <= _SMALL) else Fraction(0)
+
+
+def _results(eqn: Any, operands: list[Degree], gradient: Fraction) -> list[Degree]:
+    name = eqn.primitive.name
+    if name in CALLS:
+        inner = eqn.params[CALLS[name][1]]
+        return _of_jaxpr(inner, operands, gradient)
+    if name == "scan":
+        return _of_scan(eqn, operands, gradient)
+    if name == "optimization_barrier":
+        return operands
+    return [_result(eqn, operands)] * len(eqn.outvars)
+
+
+def _result(eqn: Any, operands: list[Degree]) -> Degree:
+    name = eqn.primitive.name
+    if MIXED in operands:
+        return MIXED
+    if name in _KEEP:
+        return _same(operands)
+    if name == "select_n":
+        which, *cases = operands
+        return UNKNOWN if which == UNKNOWN else _same(cases)
+    if name in _DROP:
+        return Fraction(0)
+    if name in _ORDER or name in ("min", "max", "clamp"):
+        return _ordered(eqn, operands)
+    if name in _ARITHMETIC:
+        return _computed(eqn, operands)
+    is_free = all(d in (0, *_NEUTRAL) for d in operands)
+    return Fraction(0) if is_free else UNKNOWN
+
+
+_NEUTRAL = (ANY, GUARD)
+
+
+def _computed(eqn: Any, operands: list[Degree]) -> Degree:
+    name = eqn.primitive.name
+    if UNKNOWN in operands:
+        return UNKNOWN
+    if ANY in operands:  # zero, but where zero divides
+        divides = name == "rsqrt" or (name == "div" and operands[1] == ANY)
+        return UNKNOWN if divides else ANY
+    numbers = [Fraction(0) if d == GUARD else d for d in operands]
+    return _ARITHMETIC[name](eqn.params, *numbers)
+
+
+def _same(operands: Sequence[Degree]) -> Degree:
+    """The degree of a sum: that of all its terms."""
+    distinct = set(operands) - {*_NEUTRAL}
+    if not distinct:
+        return GUARD if GUARD in operands else ANY
+    return distinct.pop() if len(distinct) == 1 else UNKNOWN
+
+
+def _ordered(eqn: Any, operands: list[Degree]) -> Degree:
+    """The degree of a comparison, or of the larger or smaller of two values."""
+    distinct = set(operands) - {*_NEUTRAL}
+    if UNKNOWN in distinct:
+        return UNKNOWN
+    if len(distinct) > 1:
+        is_guard = eqn.primitive.name == "max" and _is_positive(eqn)
+        return UNKNOWN if is_guard else MIXED
+    if eqn.primitive.name in _ORDER:
+        return Fraction(0)
+    return _same(operands)
+
+
+def _is_positive(eqn: Any) -> bool:
+    """Whether an operand is a positive number: `max(norm, 1.0)` guards a division."""
+    values = [_compat.number(x) for x in _compat.reads(eqn)]
+    return any(v is not None and np.all(np.asarray(v) > 0) for v in values)
+
+
+_ARITHMETIC: Mapping[str, Callable[..., Fraction]] = {
+    **dict.fromkeys(_PRODUCTS, lambda params, x, y: x + y),
+    "div": lambda params, x, y: x - y,
+    "square": lambda params, x: 2 * x,
+    "integer_pow": lambda params, x: params["y"] * x,
+    "sqrt": lambda params, x: x / 2,
+    "rsqrt": lambda params, x: -x / 2,
+}
+
+
+def _of_jaxpr(held: Any, operands: list[Degree], gradient: Fraction) -> list[Degree]:
+    """Returns the degrees of the results of a jaxpr."""
+    jaxpr = _compat.open_jaxpr(held)
+    known: dict[Any, Degree] = dict(zip(jaxpr.invars, operands, strict=True))
+
+    def of(atom: Any) -> Degree:
+        if (value := _compat.number(atom)) is not None:
+            return _of_number(value)
+        return known.get(atom, UNKNOWN)
+
+    for eqn in jaxpr.eqns:
+        if is_backward(eqn):
+            found: list[Degree] = [gradient] * len(eqn.outvars)
+        else:
+            found = _results(eqn, [of(x) for x in eqn.invars], gradient)
+        known.update(zip(eqn.outvars, found, strict=True))
+    return [of(x) for x in jaxpr.outvars]
+
+
+def _of_scan(eqn: Any, operands: list[Degree], gradient: Fraction) -> list[Degree]:
+    """Returns the degrees of a scan's results: its carries must keep theirs."""
+    consts, carries = _compat.scan_split(eqn.params)
+    body = eqn.params["jaxpr"]
+    given = list(operands)
+    for _ in range(_SCAN_ROUNDS):
+        found = _of_jaxpr(body, given, gradient)
+        carried = [
+            _same([given[consts + i], found[i]]) if MIXED != found[i] else MIXED
+            for i in range(carries)
+        ]
+        if carried == given[consts : consts + carries]:
+            return carried + found[carries:]
+        given[consts : consts + carries] = carried
+    return [UNKNOWN] * len(eqn.outvars)

@@ -1,0 +1,244 @@
+"""Every way to write what a policy is made of, and what is said of the wrong ones."""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from types import EllipsisType, MappingProxyType
+from typing import Any, Literal, Protocol, TypeAlias
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.extend.core import Primitive
+
+from jmp_rewrite._rules.table import RULES, Category, dtype_name
+
+PolicyName: TypeAlias = Literal[
+    "auto",
+    "float32",
+    "mixed_bfloat16",
+    "mixed_float16",
+    "bfloat16",
+    "float16",
+    "bf16",
+    "fp16",
+    "f16",
+    "f32",
+]
+"""The policies' names and their short forms."""
+
+CategoryName: TypeAlias = Literal["allow", "infer", "deny", "clear"]
+"""The strings of `Category`."""
+
+ScopePrecision: TypeAlias = Literal["float32", "half"]
+"""What a scope may ask for."""
+
+LossScale: TypeAlias = str | float | None
+
+
+class PolicyObject(Protocol):
+    """A policy of another library, such as `jmp.Policy` or Keras' `DTypePolicy`."""
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype of matrix multiplications."""
+
+
+DTypeLike: TypeAlias = np.dtype[Any] | type[np.generic]
+"""A dtype, or a NumPy scalar type."""
+
+
+DTYPES = MappingProxyType(
+    {
+        "bfloat16": np.dtype(ml_dtypes.bfloat16),
+        "float16": np.dtype(np.float16),
+        "float32": np.dtype(np.float32),
+    }
+)
+
+_KNOWN = (
+    "a policy: 'mixed_float16', 'mixed_bfloat16', 'float32', 'auto', a dtype (float16, "
+    "bfloat16, float32), or jmp's form 'params=float32,compute=float16,output=float32'"
+)
+
+# https://github.com/google-deepmind/jmp, jmp/_src/policy.py: get_policy, parse_dtype
+_JMP_KEYS = {"p": "params", "c": "compute", "o": "output"}
+_SHORT = {
+    "f16": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+}
+_JMP_DTYPES = {**_SHORT, "full": "float32"}
+_NAMES = ("mixed_bfloat16", "mixed_float16", *DTYPES, "auto", *_SHORT)
+# Below this likeness a suggestion is a guess: "half" might be either half dtype.
+_ALIKE = 0.6
+
+
+def as_written(given: Any) -> Any:
+    """Returns what stands for a policy as it was written, or may be written.
+
+    Another library's policy is its string, a dtype its name.
+    """
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, type) and hasattr(given, "compute_dtype"):
+        return _of_another_library(given)
+    if isinstance(given, jax.Array | np.ndarray | np.generic):
+        shape = list(np.shape(given))
+        raise TypeError(
+            f"expected {_KNOWN}; got an array of shape {shape}: was the function "
+            "called? Decorate the function itself"
+        )
+    if not isinstance(given, type | np.dtype):
+        raise TypeError(f"expected {_KNOWN}; got {given!r}")
+    try:
+        return dtype_name(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"expected {_KNOWN}; got {given!r}") from None
+
+
+def _of_another_library(given: Any) -> str:
+    """Reads the string of a policy: Keras' `name`, or what `str` gives of jmp's."""
+    name = getattr(given, "name", None)
+    text = name if isinstance(name, str) else str(given)
+    stored = str(getattr(given, "variable_dtype", "float32"))  # Keras'
+    if stored != "float32":
+        raise ValueError(
+            f"expected a policy with float32 variables, got {text!r}, whose variables "
+            f"are {stored}: parameters keep their dtypes, so write 'mixed_{stored}'"
+        )
+    return text
+
+
+def parse_compute_dtype(written: str) -> str:
+    """Returns `"float16"`, `"bfloat16"`, `"float32"` or `"auto"`."""
+    if written == "auto":
+        return written
+    if "=" in written:
+        return _parse_jmp(written)
+    try:
+        return dtype_name(_SHORT.get(written, written))
+    except ValueError:
+        near = difflib.get_close_matches(written, _NAMES, n=1, cutoff=_ALIKE)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"expected {_KNOWN}; got {written!r}{hint}") from None
+
+
+def parse_reduce_dtype(given: Any, compute_dtype: str) -> str | None:
+    """Returns `"float32"`, `"float16"`, `"bfloat16"`, or None for the default."""
+    if given is None:
+        return None
+    expected = (
+        "expected reduce_dtype None, float32 or the compute dtype, "
+        f"{'which auto leaves open' if compute_dtype == 'auto' else compute_dtype}"
+    )
+    try:
+        name = dtype_name(_SHORT.get(given, given) if isinstance(given, str) else given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{expected}; got {given!r}") from None
+    if name not in ("float32", compute_dtype):
+        raise ValueError(f"{expected}; got {given!r}")
+    return name
+
+
+def _parse_jmp(text: str) -> str:
+    parts = dict.fromkeys(("params", "compute", "output"), "float32")
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        key = _JMP_KEYS.get(key, key)
+        if key not in parts:
+            raise ValueError(f"expected {_KNOWN}; got {text!r}, which names {key!r}")
+        parts[key] = _JMP_DTYPES.get(value, value)
+    if parts["compute"] not in DTYPES:
+        raise ValueError(f"expected {_KNOWN}; got {text!r}")
+    for key in ("params", "output"):
+        if parts[key] != "float32":
+            raise ValueError(
+                f"expected {key}=float32, got {key}={parts[key]} in {text!r}: "
+                "parameters and results keep their dtypes, so cast them outside"
+            )
+    return parts["compute"]
+
+
+def parse_rules(rules: Mapping[Any, Category | str]) -> dict[str, Category]:
+    _expect_mapping("rules", "of primitive name to category", rules)
+    return {_parse_rule(key): _parse_category(key, rules[key]) for key in rules}
+
+
+def _parse_rule(key: object) -> str:
+    if isinstance(key, Primitive):
+        return key.name
+    if not isinstance(key, str):
+        raise TypeError(f"expected a primitive's name or a Primitive, got {key!r}")
+    if key not in RULES:
+        (nearest,) = difflib.get_close_matches(key, RULES, n=1, cutoff=0.0)
+        raise ValueError(
+            "expected the name of a JAX primitive, as jax.make_jaxpr prints it, got "
+            f"{key!r}: the nearest is {nearest!r}; for one of your own, give the "
+            "Primitive itself"
+        )
+    return key
+
+
+def _parse_category(key: object, category: object) -> Category:
+    if isinstance(category, Category):
+        return category
+    if not isinstance(category, str):
+        raise TypeError(
+            f"expected a Category or a string, got {category!r} for {key!r}"
+        )
+    try:
+        return Category(category)
+    except ValueError:
+        known = ", ".join(repr(known.value) for known in Category)
+        raise ValueError(
+            f"expected a category, one of {known}, got {category!r} for {key!r}"
+        ) from None
+
+
+def parse_scopes(scopes: Mapping[str, str], dtype: str) -> dict[str, str]:
+    _expect_mapping("scopes", "of regular expression to precision", scopes)
+    for pattern, precision in scopes.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"expected a regular expression, got {pattern!r} in scopes")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"expected a regular expression, got {pattern!r} in scopes: {error}"
+            ) from None
+        if precision not in ("float32", "half"):
+            raise ValueError(
+                f"expected 'float32' or 'half' for the scope {pattern!r}, "
+                f"got {precision!r}"
+            )
+        if precision == "half" and dtype == "float32":
+            raise ValueError(
+                f"the scope {pattern!r} asks for 'half', but a float32 policy has no "
+                "half dtype: name 'mixed_bfloat16' or 'mixed_float16'"
+            )
+    return dict(scopes)
+
+
+def _expect_mapping(name: str, of_what: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"expected {name} to be a mapping {of_what}, got {given!r}")
+
+
+def parse_loss_scale(given: Any) -> LossScale | EllipsisType:
+    expected = f"expected loss_scale 'dynamic', None or a number > 0, got {given!r}"
+    if given is None or given is ...:
+        return given
+    if isinstance(given, str):
+        if given != "dynamic":
+            raise ValueError(expected)
+        return given
+    if isinstance(given, np.generic):
+        given = given.item()
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise TypeError(expected)
+    if not (math.isfinite(given) and given > 0):
+        raise ValueError(expected)
+    return given

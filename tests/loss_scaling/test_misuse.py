@@ -1,0 +1,306 @@
+"""Steps that scale what they do not unscale draw one warning; right ones none.
+
+`filterwarnings = error` makes a failure of every warning, so each right step here, and
+each in the other tests, is one that must stay silent.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jmp_rewrite import (
+    loss_scale_state,
+    loss_scaling,
+    mixed_precision,
+    scale_loss,
+    unscale,
+)
+
+
+@pytest.fixture(autouse=True)
+def defaults_of_jax():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+PARAMS = {"w": jnp.ones((4, 4)), "v": jnp.ones((4, 2))}
+BATCH = jnp.ones((8, 4))
+SGD = loss_scaling(optax.sgd(0.1))
+
+
+def mse(params, x):
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+
+def scaled_grads(params, opt_state, x):
+    return jax.grad(lambda p: scale_loss(mse(p, x), opt_state))(params)
+
+
+def plain_grads(params, opt_state, x):
+    return jax.grad(mse)(params, x)
+
+
+def applied(params, grads, opt_state, tx=SGD, **kwargs):
+    updates, opt_state = tx.update(grads, opt_state, params, **kwargs)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def norm(grads):
+    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+
+
+def clip(grads, largest=1.0):
+    tx = optax.clip_by_global_norm(largest)
+    return tx.update(grads, tx.init(grads))[0]
+
+
+def accumulated(grads_of):
+    """The mean of the gradients of several microbatches, in a scan."""
+
+    def grads(params, opt_state, x):
+        def body(total, row):
+            new = grads_of(params, opt_state, row)
+            return jax.tree.map(jnp.add, total, new), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(body, zeros, x.reshape(4, 2, 4))
+        return jax.tree.map(lambda g: g / 4, total)
+
+    return grads
+
+
+def step_of(grads_of, between=lambda grads, opt_state: grads, tx=SGD, **kwargs):
+    def step(params, opt_state, x):
+        grads = between(grads_of(params, opt_state, x), opt_state)
+        return applied(params, grads, opt_state, tx, **kwargs)
+
+    return tx, step
+
+
+def by_hand(params, opt_state, x):
+    scale = loss_scale_state(opt_state).loss_scale
+    return jax.grad(lambda p: mse(p, x) * scale)(params)
+
+
+def clipped_by_true_norm(grads, opt_state):
+    """Scaled gradients times min(1, 1 / norm of the true ones)."""
+    true = norm(grads) / loss_scale_state(opt_state).loss_scale
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / true), grads)
+
+
+def times_scale(grads, opt_state):
+    scale = loss_scale_state(opt_state).loss_scale
+    return jax.tree.map(lambda g: g * scale, grads)
+
+
+CLIP_INSIDE = optax.chain(optax.clip_by_global_norm(1.0), SGD)
+FIXED = loss_scaling(optax.sgd(0.1), 1024.0)
+
+WRONG = {
+    "forgotten": ("return jmp_rewrite.scale_loss", step_of(plain_grads)),
+    "forgotten, fixed scale": (
+        "return jmp_rewrite.scale_loss",
+        step_of(plain_grads, tx=FIXED),
+    ),
+    "forgotten, accumulated": (
+        "return jmp_rewrite.scale_loss",
+        step_of(accumulated(plain_grads)),
+    ),
+    "forgotten, unscaled": (
+        "return jmp_rewrite.scale_loss",
+        step_of(plain_grads, unscale, grads_unscaled=True),
+    ),
+    "forgotten, jitted gradient": (
+        "return jmp_rewrite.scale_loss",
+        step_of(lambda p, s, x: jax.jit(jax.grad(mse))(p, x)),
+    ),
+    "divided twice": ("grads_unscaled=True", step_of(scaled_grads, unscale)),
+    "divided twice, clipped": (
+        "grads_unscaled=True",
+        step_of(scaled_grads, lambda g, s: clip(unscale(g, s))),
+    ),
+    "divided twice, accumulated": (
+        "grads_unscaled=True",
+        step_of(accumulated(scaled_grads), unscale),
+    ),
+    "not unscaled": (
+        "leave out grads_unscaled",
+        step_of(scaled_grads, grads_unscaled=True),
+    ),
+    "clipped": ("put loss_scaling outside", step_of(scaled_grads, tx=CLIP_INSIDE)),
+    "clipped, then unscaled": (
+        "put loss_scaling outside",
+        step_of(
+            scaled_grads, lambda g, s: unscale(clip(g), s), grads_unscaled=True
+        ),
+    ),
+    "clipped by value": (
+        "put loss_scaling outside",
+        step_of(
+            scaled_grads, lambda g, s: jax.tree.map(lambda x: jnp.clip(x, -1, 1), g)
+        ),
+    ),
+    "clipped, accumulated": (
+        "put loss_scaling outside",
+        step_of(accumulated(scaled_grads), lambda g, s: clip(g)),
+    ),
+}  # fmt: skip
+
+RIGHT = {
+    "plain": step_of(scaled_grads),
+    "accumulated": step_of(accumulated(scaled_grads)),
+    "scaled by hand": step_of(by_hand),
+    "scaled afterwards": step_of(plain_grads, times_scale),
+    "scaled by hand, fixed": step_of(
+        lambda p, s, x: jax.grad(lambda p: 1024.0 * mse(p, x))(p), tx=FIXED
+    ),
+    "a scale of one": step_of(plain_grads, tx=loss_scaling(optax.sgd(0.1), 1.0)),
+    "no scale": step_of(plain_grads, tx=loss_scaling(optax.sgd(0.1), None)),
+    "unscaled": step_of(scaled_grads, unscale, grads_unscaled=True),
+    "unscaled by hand": step_of(
+        scaled_grads,
+        lambda g, s: jax.tree.map(lambda x: x / loss_scale_state(s).loss_scale, g),
+        grads_unscaled=True,
+    ),
+    "unscaled and clipped": step_of(
+        scaled_grads, lambda g, s: clip(unscale(g, s)), grads_unscaled=True
+    ),
+    "clipped by the true norm": step_of(scaled_grads, clipped_by_true_norm),
+    "clipped inside": step_of(
+        scaled_grads,
+        tx=loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
+    ),
+    "scaled again": step_of(
+        scaled_grads, lambda g, s: times_scale(clip(unscale(g, s)), s)
+    ),
+    "normalized": step_of(
+        scaled_grads,
+        lambda g, s: jax.tree.map(
+            lambda x: x * (norm(g) / (norm(g) + 1e-6)), g
+        ),
+    ),
+    "quantized": step_of(
+        scaled_grads,
+        lambda g, s: jax.tree.map(
+            lambda x: (
+                jnp.clip(jnp.round(x / jnp.max(abs(x)) * 127), -127, 127)
+                * (jnp.max(abs(x)) / 127)
+            ),
+            g,
+        ),
+    ),
+    "zeros for NaN": step_of(
+        scaled_grads, tx=optax.chain(optax.zero_nans(), SGD)
+    ),
+    "neither scaled nor unscaled": step_of(plain_grads, grads_unscaled=True),
+    "forward mode": step_of(lambda p, s, x: jax.jacfwd(mse)(p, x)),
+    "MultiSteps": step_of(
+        scaled_grads, tx=loss_scaling(optax.MultiSteps(optax.adam(0.1), 2))
+    ),
+    "chain's element": step_of(
+        scaled_grads, tx=optax.chain(loss_scaling(), optax.adam(0.1))
+    ),
+}  # fmt: skip
+
+
+def heard(step, *args):
+    """The warnings of tracing a step."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.jit(step).trace(*args)
+    return caught
+
+
+@pytest.mark.parametrize("policy", [None, "float32", "mixed_float16"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_step_is_heard_once(name, policy):
+    message, (tx, step) = WRONG[name]
+    step = step if policy is None else mixed_precision(step, policy)
+    (warning,) = heard(step, PARAMS, tx.init(PARAMS), BATCH)
+    assert warning.category is UserWarning
+    assert message in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_is_not(name, policy):
+    tx, step = RIGHT[name]
+    step = step if policy is None else mixed_precision(step, policy)
+    assert not heard(step, PARAMS, tx.init(PARAMS), BATCH)
+
+
+@pytest.mark.parametrize(("name", "count"), [("forgotten", 1), ("plain", 0)])
+def test_steps_in_a_scan(name, count):
+    tx, step = WRONG[name][1] if name in WRONG else RIGHT[name]
+
+    def epoch(params, opt_state, xs):
+        def body(carry, x):
+            return step(*carry, x), None
+
+        return jax.lax.scan(body, (params, opt_state), xs)[0]
+
+    opt_state = tx.init(PARAMS)
+    assert len(heard(epoch, PARAMS, opt_state, jnp.stack([BATCH, BATCH]))) == count
+
+
+@pytest.mark.parametrize(("name", "count"), [("forgotten", 1), ("plain", 0)])
+def test_steps_of_an_ensemble(name, count):
+    tx, step = WRONG[name][1] if name in WRONG else RIGHT[name]
+    params = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+    opt_state = jax.vmap(tx.init)(params)
+    mapped = jax.vmap(step, in_axes=(0, 0, None))
+    assert len(heard(mapped, params, opt_state, BATCH)) == count
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_steps_on_many_devices(is_scaled):
+    grads_of = scaled_grads if is_scaled else plain_grads
+
+    def step(params, opt_state, x):
+        grads = jax.lax.pmean(grads_of(params, opt_state, x), "data")
+        return applied(params, grads, opt_state)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=(P(), P())
+    )
+    found = heard(mapped, PARAMS, SGD.init(PARAMS), BATCH)
+    assert len(found) == (not is_scaled)
+
+
+def test_gradients_from_elsewhere_are_not_judged():
+    """An update alone: whoever computed the gradients may have scaled the loss."""
+    assert not heard(applied, PARAMS, PARAMS, SGD.init(PARAMS))
+
+
+def test_a_gan_has_two_scales():
+    tx = loss_scaling(optax.adam(0.1))
+
+    def step(params, states, x):
+        def generator(p):
+            return scale_loss(mse(p, x), states[0])
+
+        def critic(p):
+            return scale_loss(-mse(p, x), states[1])
+
+        new, first = applied(params, jax.grad(generator)(params), states[0], tx)
+        new, second = applied(new, jax.grad(critic)(new), states[1], tx)
+        return new, (first, second)
+
+    assert not heard(step, PARAMS, (tx.init(PARAMS), tx.init(PARAMS)), BATCH)
+
+
+def test_unrolled_steps_are_judged_one_by_one():
+    def step(params, opt_state, x):
+        grads = scaled_grads(params, opt_state, x)
+        params, opt_state = applied(params, grads, opt_state)
+        grads = unscale(scaled_grads(params, opt_state, x), opt_state)
+        return applied(params, grads, opt_state)
+
+    (warning,) = heard(step, PARAMS, SGD.init(PARAMS), BATCH)
+    assert "grads_unscaled=True" in str(warning.message)
