@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.nodes import FLOAT32
@@ -34,10 +36,15 @@ def float32_result(
 
     product = jax.custom_jvp(multiply)
 
-    @product.defjvp
     def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        first, second = (tangent(i, primals, t) for i, t in enumerate(tangents))
+        changes = [
+            tangent(i, primals, t)
+            for i, t in enumerate(tangents)
+            if not isinstance(t, SymbolicZero)
+        ]
         # Not `product`: a checkpoint's policy looks for the primitive.
-        return multiply(*primals), first + second
+        out = multiply(*primals)
+        return out, functools.reduce(jax.lax.add, changes)
 
+    product.defjvp(rule, symbolic_zeros=True)
     return product(*operands)

@@ -78,8 +78,11 @@ class Verdicts:
         category = self._plan.pins.categories[index]
         if category is Category.ALLOW:
             what = _PRODUCTS.get(node.name, "a rule allows it")
-            full = bool(action & Action.EMITS_FULL)
-            return f"{what}, with a float32 result" if full else what
+            if not action & Action.EMITS_FULL:
+                return what
+            why = self._plan.pins.read_by.get(index, "").removeprefix("full: ")
+            why += self._at(self._plan.pins.blame[index]) if why else ""
+            return f"{what}, with a float32 result" + (f": {why}" if why else "")
         if index in self._plan.pins.sinks or category is Category.CLEAR:
             return f"{_effect(node)} half values"
         return "safe between half values"
@@ -95,10 +98,16 @@ class Verdicts:
             return _why_no_half_cast(node, self._plan.half)
         source = pins.upstream[index]
         if source < 0:
-            return pinned.removeprefix("full: ")
+            why = pinned.removeprefix("full: ")
+            return why + self._at(pins.blame.get(index, -1))
         line = self._line_of(source)
         name = self._graph.nodes[source].name
         return f"downstream of {name}" + (f" at {line}" if line else "")
+
+    def _at(self, node: int) -> str:
+        """Returns the source line of a node, as a part of a sentence."""
+        line = self._line_of(node) if node >= 0 else ""
+        return f" at {line}" if line else ""
 
     def _why_not_half(self, index: int) -> str:
         """Tells why the placement left something full that it might have rounded."""

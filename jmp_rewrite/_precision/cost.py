@@ -37,6 +37,9 @@ from jmp_rewrite._rules.table import Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
+# No more elements than this take one line of a cache: half of it saves nothing.
+ONE_LINE = 16
+
 # Arithmetic that compilers do not do twice.
 COSTLY = frozenset(
     {
@@ -128,7 +131,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     for node in graph.nodes:
         index, rounding = node.index, _price(node.avals, node.trips)
         free = pins.may_round(index)
-        keeps = index in pins.emits_full
+        keeps = index in pins.emits_full or elements(node.avals) <= ONE_LINE
         if node.name == "stack_out":
             source = node.inputs[0].node
             origin = _moved(source, graph, pins)

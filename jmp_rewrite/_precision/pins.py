@@ -40,7 +40,7 @@ from jmp_rewrite._precision.origins import (
 )
 from jmp_rewrite._precision.placement import BareGraph
 from jmp_rewrite._precision.products import exact_products, request
-from jmp_rewrite._precision.readers import offsets, read_sharply, sentences
+from jmp_rewrite._precision.readers import offsets, read_sharply
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.table import Category
 
@@ -77,6 +77,7 @@ class Pins:
       rounds_after: nodes that compute in float32, whose result may be rounded once.
       lossy: clear nodes with a number that the compute dtype rounds.
       read_by: products -> why their result is read unrounded.
+      blame: nodes -> the node whose source line belongs into their reason.
       factors: nodes that a product reads, or what moves them to it.
     """
 
@@ -95,6 +96,7 @@ class Pins:
     lossy: frozenset[int] = frozenset()
     read_by: Mapping[int, str] = dataclasses.field(default_factory=dict)
     factors: frozenset[int] = frozenset()
+    blame: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def products(self) -> set[int]:
         """Returns the matrix multiplications that run on half operands."""
@@ -113,6 +115,9 @@ class Pins:
         source = self.upstream[node]
         if self.full[node] is None:
             return table.reason(graph.nodes[node].name, self.categories[node] or CLEAR)
+        if node in self.blame:
+            info = graph.nodes[self.blame[node]].eqn.source_info
+            return f"{self.full[node]} at {source_info_util.summarize(info)}"
         if source < 0:
             return self.full[node] or ""
         danger = graph.nodes[source]
@@ -175,6 +180,7 @@ def _pin_values(graph: Graph, pins: Pins) -> None:
     streams = loops.residual_streams(graph, pins.categories, consumers)
     state = train_state.train_state(graph, pins.categories, products, made, streams)
     _pin_all(pins, dict.fromkeys(state, STATE))
+    pins.blame = {n: n for n in state if graph.nodes[n].eqn is not None}
     _full_carries(graph, pins, streams)
     if pins.whole_step:
         ours = whole_step.optimizer_products(graph, pins.categories, state)
@@ -206,9 +212,12 @@ def _pin_read_unrounded(
     sharp = read_sharply(graph, products)
     small = statistics(graph, pins.categories)
     held = {n: r for n, r in offsets(graph, made, small).items() if n not in sharp}
-    reasons = sentences(graph, sharp, "full: read unrounded by {name} at {where}")
-    text = "full: an exact value is added, and subtracted again at {where}"
-    reasons |= sentences(graph, held, text)
+    reasons = {
+        n: f"full: read unrounded by {graph.nodes[reader].name}"
+        for n, reader in sharp.items()
+    }
+    reasons |= dict.fromkeys(held, "full: a value is added, and subtracted again")
+    pins.blame |= {**sharp, **held}
     _pin_all(pins, {n: why for n, why in reasons.items() if n not in products})
     pins.read_by = {n: reasons[n] for n in reasons if n in products}
 

@@ -9,8 +9,6 @@ is added, or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Node, Value
@@ -182,15 +180,3 @@ def _spreads(value: Value, graph: Graph, small: set[int]) -> bool:
             return False
         (value,) = node.inputs
     return value.node in small
-
-
-def sentences(graph: Graph, found: Mapping[int, int], text: str) -> dict[int, str]:
-    """Returns a reason for each node, naming what reads it and its line."""
-    from jax.extend import source_info_util
-
-    def describe(reader: int) -> str:
-        node = graph.nodes[reader]
-        where = source_info_util.summarize(node.eqn.source_info)
-        return text.format(name=node.name, where=where)
-
-    return {n: describe(reader) for n, reader in found.items()}

@@ -1,0 +1,255 @@
+"""The rules of docs/precision.md, one by one, with both sides of each line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import EPS, dtypes_in, dtypes_out, eqns, products, trace, walk
+from jax import lax
+from programs import weights
+
+from jmp_rewrite import explain, mixed_precision
+
+W = 8
+POLICIES = ["mixed_bfloat16", "mixed_float16"]
+both = pytest.mark.parametrize("policy", POLICIES)
+
+
+def rewritten(fun, *args, policy="mixed_bfloat16"):
+    return trace(mixed_precision(fun, policy), *args)
+
+
+def sums(jaxpr, shape):
+    """Returns the dtypes of the sums of a shape that are no bias' or gradient's."""
+    return [
+        dtypes_out(e)[0]
+        for e in eqns(jaxpr, "add", "sub")
+        if e.outvars[0].aval.shape == shape and len(e.invars) == 2
+    ]
+
+
+def is_stored_in_half(jaxpr, shape):
+    """Whether a sum of this shape is half, or rounded behind float32 arithmetic."""
+    added = [
+        e.outvars[0]
+        for e in eqns(jaxpr, "add", "sub")
+        if e.outvars[0].aval.shape == shape
+    ]
+    narrow = {
+        e.invars[0]
+        for e in walk(jaxpr)
+        if e.primitive.name in ("convert_element_type", "round", "saturating_cast")
+        and e.outvars[0].aval.dtype.itemsize == 2
+    }
+    return any(v.aval.dtype.itemsize == 2 or v in narrow for v in added)
+
+
+# ---- 2. State
+
+
+def stack(x, *ws):
+    """A residual stream: each layer has weights of its own."""
+    for w in ws:
+        x = x + jnp.tanh(x @ w)
+    return x
+
+
+def iterate(x, w):
+    for _ in range(3):
+        x = x + 1e-3 * jnp.tanh(x @ w)
+    return x
+
+
+ORIGINS = {
+    "argument": lambda x: x,
+    "slice": lambda x: jnp.stack([x, x])[0],
+    "gather": lambda x: x[jnp.arange(W)],
+    "mean": lambda x: jnp.stack([x, x]).mean(0),
+    "pad": lambda x: jnp.pad(x, ((1, 1), (0, 0)))[1:-1],
+    "draw": lambda x: jax.random.normal(jax.random.key(0), x.shape),
+    "product": lambda x: x @ x,
+}
+
+
+@both
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_states_and_layers(origin, policy):
+    """An iteration is exact wherever it starts; layers are half as by hand."""
+    w1, w2, w3, head, x = weights(*[(W, W)] * 5)
+
+    def state(x, w):
+        start = ORIGINS[origin](x)
+        return iterate(start, w) - start
+
+    exact = np.asarray(state(x, w1))
+    change = np.asarray(mixed_precision(state, policy)(x, w1))
+    error = np.linalg.norm(change - exact) / np.linalg.norm(exact)
+    assert error < 4 * EPS[policy]
+
+    def layers(ws, x):
+        *ws, head = ws
+        return jnp.sum((stack(ORIGINS[origin](x), *ws) @ head) ** 2)
+
+    ws = (w1, w2, w3, head)
+    plain = jax.make_jaxpr(lambda x: ORIGINS[origin](x))(x)
+    own = len(eqns(plain, "add", "sub"))
+    jaxpr = rewritten(jax.grad(layers), ws, x, policy=policy)
+    assert len(sums(jaxpr, (W, W))) > own
+    assert is_stored_in_half(jaxpr, (W, W))
+
+
+@both
+def test_a_gradient_step_is_state_of_any_origin(policy):
+    ws, x, y = weights((2, W, W), (W, W), (W, W))
+
+    def member(ws):
+        w = ws[0]
+        for _ in range(2):
+            loss = lambda w: jnp.mean((jnp.tanh(x @ w) - y) ** 2)  # noqa: E731
+            w = w - 1e-4 * jax.grad(loss)(w)
+        return w - ws[0]
+
+    exact, found = (
+        np.asarray(member(ws)),
+        np.asarray(mixed_precision(member, policy)(ws)),
+    )
+    assert np.linalg.norm(found - exact) < 4 * EPS[policy] * np.linalg.norm(exact)
+
+
+@both
+def test_an_operator_and_its_transpose_are_a_gradient(policy):
+    a, b, w = weights((W, W), (W, W), (2, W, W))
+
+    def descend(w):
+        new = w[0] - 1e-4 * (a.T @ (a @ w[0] - b))
+        return jnp.tanh(new @ b) @ a, new - w[0]
+
+    exact = np.asarray(descend(w)[1])
+    found = np.asarray(mixed_precision(descend, policy)(w)[1])
+    assert np.linalg.norm(found - exact) < 4 * EPS[policy] * np.linalg.norm(exact)
+
+
+def test_a_carry_through_a_denied_primitive_is_float32():
+    w, x = weights((W, W), (4, W))
+
+    def f(w, x):
+        def body(a, t):
+            return jnp.log(jnp.sum(jnp.exp(a[:, None] + t), 0)), None
+
+        return lax.scan(body, x[0], (x @ w)[:, :, None] * jnp.ones((1, 1, W)))[0]
+
+    (scan,) = eqns(rewritten(f, w, x), "scan")
+    assert dtypes_out(scan)[0] == "float32"
+
+
+# ---- 3. Code that multiplies an error
+
+
+@both
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(W)),
+        lambda x: jnp.sin(3 * (x @ x.T)),
+        lambda x: jnp.floor(10 * (x @ x.T)),
+        lambda x: (10 * (x @ x.T)).astype(jnp.int32),
+        lambda x: x @ x.T,
+        lambda x: jnp.mean((x @ x.T) ** 2),
+    ],
+    ids=["cholesky", "sin", "floor", "integer", "result", "loss"],
+)
+def test_a_product_that_float32_code_alone_reads_is_not_rounded(fun, policy):
+    (x,) = weights((W, W))
+    (product,) = products(rewritten(fun, x, policy=policy))
+    assert dtypes_out(product) == ["float32"]
+
+
+@both
+def test_its_cotangent_is_rounded_before_it_is_multiplied(policy):
+    """No product of a float32 cotangent and a half operand is left to XLA."""
+    x, w = weights((W, W), (W, W))
+    loss = mixed_precision(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2), policy)
+    found = products(trace(jax.grad(loss), w))
+    assert len(found) == 2
+    assert all(len(set(dtypes_in(e))) == 1 for e in found)
+    assert {dtypes_in(e)[0] for e in found} == {policy.removeprefix("mixed_")}
+
+
+def test_explain_names_the_reader():
+    (x,) = weights((W, W))
+    report = explain(lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(W)), "bfloat16")(x)
+    text = " ".join(e.reason for e in report.equations)
+    assert "read unrounded by cholesky at" in text and "test_principle.py" in text
+
+
+def test_explain_names_the_update():
+    (x, w) = weights((W, W), (W, W))
+    report = explain(iterate, "bfloat16")(x, w)
+    reasons = [e.reason for e in report.equations if e.primitive == "add"]
+    assert any("state: updated in its own shape at" in r for r in reasons)
+
+
+@both
+def test_an_offset_is_added_behind_the_rounding(policy):
+    x, w1, w2 = weights((W, W), (W, W), (W, W))
+    mean, std = jnp.full((1, W), 3000.0), jnp.full((1, W), 100.0)
+
+    def units(x, mean, std):
+        y = (x @ w1) * std + mean
+        return ((y - mean) / std) @ w2
+
+    exact = np.asarray(x, np.float64) @ np.asarray(w1, np.float64) @ np.asarray(w2)
+    found = np.asarray(mixed_precision(units, policy)(x, mean, std), np.float64)
+    assert np.linalg.norm(found - exact) < 3 * EPS[policy] * np.linalg.norm(exact)
+
+
+# ---- 5. Products that stay float32
+
+
+def test_zeros_and_ones_copy_exact_values():
+    (pixels,) = weights((1, 6, 6, 1))
+    patches = lambda x: lax.conv_general_dilated_patches(  # noqa: E731
+        x, (3, 3), (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+    plain, found = patches(pixels), mixed_precision(patches, "mixed_bfloat16")(pixels)
+    np.testing.assert_array_equal(np.asarray(plain), np.asarray(found))
+
+
+def test_what_they_select_of_activations_is_half():
+    x, w = weights((W, W), (W, W))
+    select = lambda x: jnp.eye(W)[::-1] @ jnp.tanh(x @ w) @ w  # noqa: E731
+    assert all(
+        set(dtypes_in(e)) == {"bfloat16"} for e in products(rewritten(select, x))
+    )
+
+
+@pytest.mark.parametrize("terms, kept", [(4, True), (5, False)])
+def test_short_sums_of_exact_values_are_arithmetic(terms, kept):
+    x, w = weights((32, terms), (terms, 32))
+    (product,) = products(rewritten(lambda x, w: x @ w, x, w))
+    assert (dtypes_in(product)[0] == "float32") is kept
+
+
+# ---- 6. Small values
+
+
+@pytest.mark.parametrize("size, half", [(4, False), (32, True)])
+def test_small_values_are_not_stored_in_half(size, half):
+    """Sixteen numbers take a line of a cache in either dtype."""
+    w, v, x = weights((4, 4), (4, 4), (size // 4, 4))
+
+    def loss(w):
+        h = jnp.tanh(x @ w)
+        return jnp.sum((jnp.exp(-h) @ v + h) ** 2)
+
+    jaxpr = rewritten(jax.grad(loss), w)
+    cast = [
+        e
+        for e in walk(jaxpr)
+        if e.primitive.name in ("convert_element_type", "tanh")
+        and e.outvars[0].aval.dtype == jnp.bfloat16
+        and e.outvars[0].aval.shape == (size // 4, 4)
+    ]
+    assert bool(cast)
+    kept = [e for e in eqns(jaxpr, "tanh") if dtypes_out(e) == ["bfloat16"]]
+    assert not kept or half
