@@ -395,7 +395,7 @@ def main() -> None:
             print(f"\n# seed {seed}: {failure.policy} on {failure.device}")
             print(f"# {'; '.join(map(str, failure.verdicts))}")
             print(code(failure.program), flush=True)
-        if i % 250 == 249:
+        if i % 500 == 499:
             jax.clear_caches()  # a long run would fill the memory
             rate = (i + 1) / (time.time() - start)
             print(f"{i + 1} programs, {rate:.1f}/s, {dict(counts)}", file=sys.stderr)

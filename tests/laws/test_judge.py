@@ -258,4 +258,4 @@ def test_float32_has_no_error(device):
         judged = amplifying.judge_of(case, "forward")
         rewritten = mixed_precision_jaxpr(judged.closed, "float32")
         for found in judged.verdicts("float32", device, rewritten):
-            assert found.ours == found.float32
+            assert found.ours == found.hand
