@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import random
+import signal
 import sys
 import time
 import warnings
@@ -30,6 +31,8 @@ FORMS = ("forward", "forward", "gradient", "outside", "step")
 DIFFERENTIATES = ("descent", "gradient")
 # What shrinking puts in the place of a value of a class.
 SIMPLEST = {"u": "x", "L": "level"}
+# Seconds after which a program hangs.
+LONGEST = 120
 # By hand is off by more than this: the program says nothing.
 UNREASONABLE = 0.2
 
@@ -382,6 +385,7 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _hang)
     counts: collections.Counter[str] = collections.Counter()
     kinds: collections.Counter[str] = collections.Counter()
     start = time.time()
@@ -395,7 +399,7 @@ def main() -> None:
             print(f"\n# seed {seed}: {failure.policy} on {failure.device}")
             print(f"# {'; '.join(map(str, failure.verdicts))}")
             print(code(failure.program), flush=True)
-        if i % 250 == 249:
+        if i % 500 == 499:
             jax.clear_caches()  # a long run would fill the memory
             rate = (i + 1) / (time.time() - start)
             print(f"{i + 1} programs, {rate:.1f}/s, {dict(counts)}", file=sys.stderr)
@@ -404,15 +408,23 @@ def main() -> None:
         print(f"{count:5} {name}")
 
 
+def _hang(*_: Any) -> None:
+    raise TimeoutError(f"it took more than {LONGEST} seconds")
+
+
 def _judged(seed: int, counts: collections.Counter[str]) -> list[Failure]:
     """Judges a program under one policy, on a CPU and one accelerator; counts it."""
     rng = random.Random(seed)
     policy, accelerator = rng.choice(POLICIES), rng.choice(DEVICES[1:])
+    signal.alarm(LONGEST)
     try:
         found = list(failures(draw(seed), [policy], ["cpu", accelerator]))
     except Exception as error:  # a fuzzer goes on
+        print(f"\n# seed {seed} under {policy} raised {error!r:.200}", flush=True)
         counts[f"raised {type(error).__name__}: {str(error)[:80]}"] += 1
         return []
+    finally:
+        signal.alarm(0)
     broken = [f for f in found if f is not None]
     counts["skipped" if None in found else "judged"] += 1
     counts["break the law"] += bool(broken)

@@ -119,6 +119,72 @@ def _one_hot(e: Any) -> Any:
     return jax.nn.one_hot(IDS, N, dtype=jnp.float32)
 
 
+def _returns(e: Any, a: Any) -> Any:
+    """Discounted sums of rewards, from the last to the first."""
+    step = lambda g, r: (r + 0.9 * g, r + 0.9 * g)  # noqa: E731
+    return lax.scan(step, jnp.zeros(N, jnp.float32), a, reverse=True)[1]
+
+
+def _sinkhorn(e: Any, a: Any, b: Any) -> Any:
+    scores = a @ b.T / N
+    for _ in range(3):
+        scores = scores - jax.nn.logsumexp(scores, 1, keepdims=True)
+        scores = scores - jax.nn.logsumexp(scores, 0, keepdims=True)
+    return jnp.exp(scores)
+
+
+def _unit(a: Any) -> Any:
+    return a * lax.rsqrt((a**2).sum(1, keepdims=True) + 1e-6)
+
+
+def _interpolated(a: Any, b: Any) -> Any:
+    """Reads `b` at places between its rows."""
+    place = 3.5 + 3 * jnp.tanh(a[:, 0])
+    below = jnp.clip(jnp.floor(place), 0, N - 2).astype(jnp.int32)
+    share = (place - below)[:, None]
+    return b[below] * (1 - share) + b[below + 1] * share
+
+
+def _newton_schulz(e: Any, a: Any, b: Any) -> Any:
+    x = a / (1e-3 + jnp.sqrt((a**2).sum()))
+    for _ in range(3):
+        x = 1.5 * x - 0.5 * (x @ x.T) @ x
+    return x + b
+
+
+def _power_iteration(e: Any, a: Any, b: Any) -> Any:
+    v = b[:, :1]
+    for _ in range(3):
+        v = (a.T @ (a @ v)) + 1e-3
+        v = v / jnp.sqrt((v**2).sum())
+    return a - (a @ v) @ v.T
+
+
+def _fixed_point(e: Any, a: Any, b: Any) -> Any:
+    z = jnp.zeros_like(a)
+    for _ in range(4):
+        z = jnp.tanh(0.5 * z @ e["w1"] + a)
+    return 100 * (z - jnp.tanh(0.5 * z @ e["w1"] + a)) + b
+
+
+def _runge_kutta(e: Any, a: Any, b: Any) -> Any:
+    f = lambda y: jnp.tanh(y @ e["w1"] + b)  # noqa: E731
+    y, h = a, 0.01
+    for _ in range(2):
+        k1 = f(y)
+        k2 = f(y + h / 2 * k1)
+        y = y + h * k2
+    return (y - a) / (2 * h)
+
+
+def _sharpness(e: Any, a: Any, b: Any) -> Any:
+    """The gradient where the weights were moved by a small gradient (SAM)."""
+    loss = lambda w: jnp.mean((jnp.tanh(b @ w) - a) ** 2)  # noqa: E731
+    g = jax.grad(loss)(e["w1"])
+    moved = e["w1"] + 1e-2 * g / (jnp.sqrt((g**2).sum()) + 1e-12)
+    return (jax.grad(loss)(moved) - g) * 100
+
+
 def _labels(a: Any) -> Any:
     return lax.stop_gradient(jnp.argmax(a, 1, keepdims=True))
 
@@ -327,6 +393,101 @@ OPS: dict[str, Op] = {
         second_moment=lambda e, a, b: (
             (a * 1e-4) / (jnp.sqrt((b * 1e-4) ** 2 + 1e-12) + 1e-8)
         ),
+    ),
+    **_group(
+        "statistics",
+        "u",
+        "u",
+        moments=lambda e, a: _rows((a**2).mean(0) - a.mean(0) ** 2),
+        batch_norm=lambda e, a: (a - a.mean(0)) * lax.rsqrt(a.var(0) + 1e-5),
+        whitened=lambda e, a: a / (1e-2 + jnp.sqrt(jnp.diag(jnp.cov(a.T) + 0.0))),
+        correlation=lambda e, a: jnp.nan_to_num(jnp.corrcoef(a.T + 0.1 * e["x"])),
+        partial_sums=lambda e, a: jnp.diff(jnp.cumsum(a, 0), axis=0, prepend=0.0),
+        cumulative_product=lambda e, a: jnp.cumprod(1 + 0.1 * jnp.tanh(a), axis=0),
+        returns=_returns,
+        advantages=lambda e, a: (
+            (_returns(e, a) - _returns(e, a).mean()) / (_returns(e, a).std() + 1e-3)
+        ),
+        correlated=lambda e, a: (a - a.mean(0)).T @ (a - a.mean(0)) / N,
+    ),
+    **_group(
+        "probability",
+        "uu",
+        "u",
+        divergence=lambda e, a, b: (
+            jax.nn.softmax(a) * (jax.nn.log_softmax(a) - jax.nn.log_softmax(b))
+        ),
+        gaussian=lambda e, a, b: jnp.exp(jnp.tanh(a)) + b**2 - 1 - jnp.tanh(a),
+        mixture=lambda e, a, b: _rows(
+            jax.nn.logsumexp(-(((a[:, None] - b[None]) * 2) ** 2).sum(-1), 1)
+        ),
+        entropy=lambda e, a, b: _rows(
+            -(jax.nn.softmax(a) * jax.nn.log_softmax(a + b)).sum(1)
+        ),
+        transport=_sinkhorn,
+        flow=lambda e, a, b: jnp.log1p(-(jnp.tanh(a) ** 2) * 0.999) + b,
+        odds=lambda e, a, b: jnp.log(jax.nn.sigmoid(a) / (1 - jax.nn.sigmoid(b))),
+    ),
+    **_group(
+        "geometry",
+        "uu",
+        "u",
+        cosines=lambda e, a, b: 1 - _unit(a) @ _unit(b).T,
+        angles=lambda e, a, b: jnp.arccos(0.999 * (_unit(a) * _unit(b))),
+        triplet=lambda e, a, b: jax.nn.relu(
+            ((a - b) ** 2).sum(1)[:, None] - ((a - e["y"]) ** 2).sum(1) + 0.1
+        ),
+        kernel=lambda e, a, b: jnp.exp(
+            -((a[:, None] - b[None]) ** 2).sum(-1) / (2 * N)
+        ),
+        gaussian_process=lambda e, a, b: jnp.linalg.solve(
+            jnp.exp(-((a[:, None] - a[None]) ** 2).sum(-1) / N) + 0.1 * jnp.eye(N), b
+        ),
+        outer_angles=lambda e, a, b: (
+            a * jnp.cos(jnp.einsum("i,j->ij", 10 * b[0], a[0]))
+        ),
+        fourier=lambda e, a, b: jnp.sin(2 * jnp.pi * a @ b),
+        projected=lambda e, a, b: a - (a @ _unit(b).T) @ _unit(b) / N,
+    ),
+    **_group(
+        "quantized",
+        "uu",
+        "u",
+        fake_quantized=lambda e, a, b: a + lax.stop_gradient(jnp.round(a * 8) / 8 - a),
+        codebook=lambda e, a, b: b[
+            jnp.argmin(((a[:, None] - b[None]) ** 2).sum(-1), 1)
+        ],
+        nearest=lambda e, a, b: b[jnp.argmax(a @ b.T, 1)],
+        sampled=lambda e, a, b: _interpolated(a, b),
+        gated_experts=lambda e, a, b: (
+            jnp.where(a >= lax.top_k(a, 2)[0][:, -1:], jax.nn.softmax(a), 0.0) @ b
+        ),
+        sorted_by=lambda e, a, b: b[jnp.argsort(a[:, 0])],
+        bucketed=lambda e, a, b: b[
+            jnp.clip(jnp.searchsorted(jnp.linspace(-2, 2, N), a[:, 0]), 0, N - 1)
+        ],
+    ),
+    **_group(
+        "dynamics",
+        "uu",
+        "u",
+        laplacian=lambda e, a, b: (
+            100
+            * (
+                (a + 1e-2 * (b @ e["w1"]))
+                - (jnp.roll(a, 1, 0) + jnp.roll(a, -1, 0)) / 2
+            )
+            / 100
+        ),
+        filtered=lambda e, a, b: (
+            _spd(a) - _spd(a) @ jnp.linalg.solve(_spd(a) + jnp.eye(N), _spd(a))
+        ),
+        orthogonal=_newton_schulz,
+        power=_power_iteration,
+        fixed_point=_fixed_point,
+        runge_kutta=_runge_kutta,
+        sharpness=_sharpness,
+        clipped=lambda e, a, b: a * jnp.minimum(1.0, 1 / (jnp.sqrt((b**2).sum()))),
     ),
     # ---- levels: offsets and units
     **_group(

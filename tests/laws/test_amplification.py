@@ -9,7 +9,7 @@ import random
 import amplification
 import jax
 import pytest
-from amplification import Program, Statement, code, draw, failures, shrink
+from amplification import OPS, Program, Statement, code, draw, failures, shrink
 from amplifying import POLICIES
 from by_hand import DEVICES
 
@@ -54,7 +54,56 @@ def test_programs_are_reasonable():
 
 # ---- programs that broke the law once
 
-FOUND: dict[str, Program] = {}
+
+def steps(op, origin, body, operands=("a", "w2"), form="forward"):
+    """Returns a program that updates a state that comes from somewhere."""
+    inner = Statement("v2", body, operands)
+    block = (origin, Statement("v3", op, ("v1", "x"), (inner,)))
+    return Program(block, ("v3",), form)
+
+
+def chain(*names, form="forward"):
+    """Returns a program in which each op reads what the one before it gives."""
+    block, before = [], "x"
+    for i, name in enumerate(names):
+        others = ("w2",) * (len(OPS[name].takes) - 1)
+        block.append(Statement(f"v{i}", name, (before, *others)))
+        before = f"v{i}"
+    return Program(tuple(block), (before,), form)
+
+
+FOUND = {
+    # State was recognized by where it comes from: not by being updated.
+    "drawn": steps("unrolled_change", Statement("v1", "draw", ()), "sandwich"),
+    "sliced": steps("descent_change", Statement("v1", "slice", ()), "sandwich"),
+    "copied": steps("momentum_change", Statement("v1", "row", ()), "gated", ("a",)),
+    "factor": steps(
+        "momentum_change", Statement("v1", "cholesky", ("x",)), "linear_1", ("a",)
+    ),
+    "message": steps(
+        "unrolled_change", Statement("v1", "messages", ("w1",)), "linear", ("a", "x")
+    ),
+    "compared": steps(
+        "momentum_change", Statement("v1", "compare", ("w1",)), "gated", ("a",)
+    ),
+    "level": steps("rollout_change", Statement("v1", "level_slice", ()), "sandwich"),
+    # The same value was subtracted, rounded and not rounded.
+    "nothing": steps(
+        "descent_scan_change",
+        Statement("v1", "contrastive", ("w2", "x")),
+        "squared_error",
+        ("x", "x"),
+    ),
+    # Offsets were added in half, and subtracted again.
+    "units": chain("messages", "units", "anomaly"),
+    # A product was rounded that float32 code alone reads.
+    "small": chain("small_product"),
+    "whole": chain("whole"),
+    "decomposed": chain("sandwich", "determinant"),
+    "inverse": chain("inverse", form="gradient"),
+    "solved": chain("squared_distance", "inverse"),
+    "triangle": chain("post_norm", "triangle", "waves"),
+}
 
 
 @pytest.mark.parametrize("device", DEVICES)
