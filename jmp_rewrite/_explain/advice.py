@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._explain import residuals
-from jmp_rewrite._explain.reasons import INTERNAL
+from jmp_rewrite._explain.reasons import INTERNAL, NONE
 from jmp_rewrite._explain.rows import Equation
-from jmp_rewrite._explain.units import bytes_text, count_text, flops_text
+from jmp_rewrite._explain.units import count_text, flops_text
 from jmp_rewrite._loss_scaling.lineage import SCALED
 from jmp_rewrite._policy import Policy
 
@@ -24,11 +24,9 @@ _LANES = 128
 _SMALL_PRODUCT = 10**8
 # Products and values below these shares are not worth a word.
 _SHARE = 0.01
+# What only a cast of the user's brings to half.
+_WIDE = frozenset({"float64", "complex64", "complex128"})
 _FULL_SHARE = 0.05
-# Residuals below this many bytes limit no batch.
-_SMALL_RESIDUALS = 2**24
-# From these ratios on a larger batch is worth a word, and is called twice as large.
-_LARGER, _DOUBLES = 1.2, 1.9
 _AT_MOST = 3
 
 
@@ -43,8 +41,6 @@ class Facts(NamedTuple):
       left_alone: what is not rewritten, as a sentence each.
       unused_rules: keys of the policy's rules that are in no equation.
       unused_scopes: patterns of the policy that matched nothing.
-      before: bytes that are kept for the backward pass, in the original program.
-      after: and in the rewritten one.
     """
 
     policy: Policy
@@ -54,8 +50,6 @@ class Facts(NamedTuple):
     left_alone: Sequence[str]
     unused_rules: Sequence[str]
     unused_scopes: Sequence[str]
-    before: int
-    after: int
 
 
 def advice(facts: Facts) -> list[str]:
@@ -72,12 +66,12 @@ def advice(facts: Facts) -> list[str]:
         _softmax,
         _loss,
         _no_products,
+        _already_half,
         _full_products,
         _left_alone,
         _unused,
         _small_products,
         _dimensions,
-        _batch,
     )
     return [sentence for check in checks for sentence in check(facts)]
 
@@ -130,6 +124,11 @@ def _is_half(row: Equation) -> bool:
     return row.dtype in residuals.HALVES
 
 
+def _is_own_half(row: Equation) -> bool:
+    """Whether the function itself computes this equation in half."""
+    return _is_half(row) and row.category == NONE
+
+
 def _where(rows: Sequence[Equation]) -> str:
     first = rows[0]
     others = len({r.line for r in rows}) - 1
@@ -140,22 +139,41 @@ def _where(rows: Sequence[Equation]) -> str:
 
 def _no_products(facts: Facts) -> Iterator[str]:
     if not any(row.flops for row in facts.rows):
-        yield "There is no matrix product or convolution, so nothing is half."
+        yield "There is no matrix multiplication or convolution, so nothing is half."
+
+
+def _already_half(facts: Facts) -> Iterator[str]:
+    rows = [row for row in facts.rows if row.flops and _is_own_half(row)]
+    share = _share(facts, rows)
+    if share >= _FULL_SHARE:
+        rest = "there is nothing to rewrite" if share == 1 else "they stay as they are"
+        yield (
+            f"{share:.0%} of the operations of matrix multiplications are "
+            f"{rows[0].dtype} in the function itself, {_where(rows)}: {rest}."
+        )
 
 
 def _full_products(facts: Facts) -> Iterator[str]:
-    total = sum(row.flops for row in facts.rows)
-    reasons: dict[str, list[Equation]] = {}
+    reasons: dict[tuple[str, str], list[Equation]] = {}
     for row in facts.rows:
         if row.flops and not _is_half(row):
-            reasons.setdefault(row.reason.removeprefix("full: "), []).append(row)
-    for reason, rows in reasons.items():
-        share = sum(row.flops for row in rows) / total
+            reason = row.reason.removeprefix("full: ")
+            if row.dtype in _WIDE:
+                reason = f"{row.dtype} is left alone; cast to float32 to use half"
+            reasons.setdefault((row.dtype, reason), []).append(row)
+    for (dtype, reason), rows in reasons.items():
+        share = _share(facts, rows)
         if share >= _FULL_SHARE:
             yield (
-                f"{share:.0%} of the operations of products stay float32, "
-                f"{_where(rows)}: {reason}."
+                f"{share:.0%} of the operations of matrix multiplications stay "
+                f"{dtype}, {_where(rows)}: {reason}."
             )
+
+
+def _share(facts: Facts, rows: Sequence[Equation]) -> float:
+    """The share of these rows in the operations of all matrix multiplications."""
+    total = sum(row.flops for row in facts.rows)
+    return sum(row.flops for row in rows) / total if total else 0.0
 
 
 def _left_alone(facts: Facts) -> Iterator[str]:
@@ -177,13 +195,13 @@ def _unused(facts: Facts) -> Iterator[str]:
 
 
 def _small_products(facts: Facts) -> Iterator[str]:
-    products = [row for row in facts.rows if row.flops]
+    products = [row for row in facts.rows if row.flops and not _is_own_half(row)]
     total = sum(row.flops for row in products)
     small = [row for row in products if row.flops // row.trips < _SMALL_PRODUCT]
     if products and sum(row.flops for row in small) > total / 2:
         largest = max(row.flops // row.trips for row in products)
         yield (
-            "The products are too small to gain: the largest has "
+            "The matrix multiplications are too small to gain: the largest has "
             f"{flops_text(largest)}, and starting a kernel takes as long as "
             f"{flops_text(_SMALL_PRODUCT)}. A larger batch or wider layers would "
             "change that."
@@ -224,17 +242,3 @@ def _padding(size: int) -> str:
         padded = f"{cores} or {lanes}" if cores < lanes else f"{lanes}"
         misses = "8 (GPU) and 128 (TPU)"
     return f"a dimension of {size} misses multiples of {misses}: pad it to {padded}."
-
-
-def _batch(facts: Facts) -> Iterator[str]:
-    if facts.before < _SMALL_RESIDUALS or not facts.after:
-        return
-    ratio = facts.before / facts.after
-    if ratio < _LARGER:
-        return
-    larger = "twice" if ratio >= _DOUBLES else f"{ratio:.1f} times"
-    yield (
-        f"{bytes_text(facts.after)} are kept for the backward pass instead of "
-        f"{bytes_text(facts.before)}: a batch {larger} as large fits into the memory "
-        "that float32 took."
-    )

@@ -43,9 +43,11 @@ class Document(NamedTuple):
     tables: Sequence[Table]
 
 
-def document(report: Any) -> Document:
+def document(report: Any, *, equations: bool = False) -> Document:
     """Puts a report together, without a layout."""
-    tables = [_scopes(report), _equations(report)]
+    tables = [_scopes(report)]
+    if equations:
+        tables.append(_equations(report))
     largest = _largest(report)
     return Document(
         f"{report.name} under {report.policy!r}",
@@ -58,7 +60,7 @@ def document(report: Any) -> Document:
 def _facts(report: Any) -> Iterator[tuple[str, str]]:
     if report.flops:
         yield (
-            "products in half",
+            "matmuls in half",
             f"{report.half_flops:.1%} of {flops_text(report.flops)}",
         )
     moved = (
@@ -68,8 +70,11 @@ def _facts(report: Any) -> Iterator[tuple[str, str]]:
     before, after = report.residual_bytes_before, report.residual_bytes
     if before:
         change = f"{after / before - 1:+.0%}"
-        kept = f"{bytes_text(after)} for the backward pass"
-        yield "kept", f"{kept}, {bytes_text(before)} in float32 ({change})"
+        yield (
+            "backward reads",
+            f"at most {bytes_text(after)} of forward values, {bytes_text(before)} in "
+            f"float32 ({change}), before XLA fuses and rematerializes",
+        )
     if report.weight_copy_bytes:
         yield "half weights", f"{bytes_text(report.weight_copy_bytes)} of copies"
     counts: dict[str, int] = {}
@@ -86,10 +91,9 @@ def _facts(report: Any) -> Iterator[tuple[str, str]]:
 def _largest(report: Any) -> Table:
     columns = (Column("bytes"), *_GROUP)
     groups = summary.largest_full(report.equations, report.layers)
-    rows = [(bytes_text(g.bytes), *_cells(g)) for g in groups[:_LARGEST]]
-    return Table(
-        "Largest values that stay float32 (the update left out)", columns, rows
-    )
+    rows = [(bytes_text(g.stored_bytes), *_cells(g)) for g in groups[:_LARGEST]]
+    title = "Largest values stored in float32 (optimizer update excluded)"
+    return Table(title, columns, rows)
 
 
 _GROUP = (
@@ -114,10 +118,11 @@ def _scopes(report: Any) -> Table:
     columns = (
         Column("scope", 1),
         Column("equations"),
-        Column("products"),
+        Column("matmuls"),
         Column("in half"),
         Column("half"),
         Column("float32"),
+        Column("registers"),
         Column("casts"),
     )
     found = summary.scopes(report.equations, report.layers)
@@ -129,19 +134,21 @@ def _scopes(report: Any) -> Table:
             f"{s.half_flops / s.flops:.0%}" if s.flops else "",
             bytes_text(s.half) if s.half else "",
             bytes_text(s.full) if s.full else "",
-            bytes_text(s.cast) if s.cast else "",
+            bytes_text(s.register) if s.register else "",
+            f"{s.casts:,}" if s.casts else "",
         )
         for s in found[:_SCOPES]
     ]
     more = len(found) - _SCOPES
     note = f"and {count_text(more, 'smaller scope')}" if more > 0 else ""
-    return Table("Scopes, by bytes of their values", columns, rows, note)
+    title = "Scopes, by bytes that they store; registers are fused and never written"
+    return Table(title, columns, rows, note)
 
 
 def _equations(report: Any) -> Table:
     shown = [r for r in report.equations if summary.is_shown(r)]
     if len(shown) <= _ALL:
-        groups = [summary.Group(r, r.layer, 1, r.bytes) for r in shown]
+        groups = [summary.group([r], r.layer) for r in shown]
         title = "Equations, in program order"
     else:
         groups = summary.groups(shown, report.layers)[:_EQUATIONS]

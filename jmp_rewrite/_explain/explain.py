@@ -18,15 +18,16 @@ P = ParamSpec("P")
 def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Report]:
     """Says what `mixed_precision` does to a function, and why.
 
-    Which products run in half, which values stay float32 because of what, what is kept
-    for the backward pass, and what would make it faster. The function is traced as
-    `mixed_precision` traces it, and nothing is computed: arrays may be given as
-    `jax.ShapeDtypeStruct`, so that a model of any size can be looked at.
+    Which matrix multiplications run in half, which values are stored in float32 and
+    why, what the backward pass reads, and what would make it faster. The function is
+    traced as `mixed_precision` traces it, and nothing is computed: arrays may be given
+    as `jax.ShapeDtypeStruct`, so that a model of any size can be looked at.
 
     Args:
-      fun: the function, a whole train step best of all. If `mixed_precision` has made
-        it, with `jax.jit` around it or not, its own policy is explained.
-      policy: a `Policy`, a string or a dtype; None for the default policy.
+      fun: the function, a whole train step best of all, with or without
+        `mixed_precision` and `jax.jit` around it.
+      policy: a `Policy`, a string or a dtype; None for that of a decorated `fun`,
+        otherwise for the default policy.
 
     Returns:
       A function of the arguments of `fun` that returns a `Report`.
@@ -61,7 +62,7 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
             traced = _transform.trace_types(fun, args, kwargs)
             return _report(fun, traced, as_policy(fixed))
         traced = _transform.trace_types(inner.fun, args, kwargs, inner.hide)
-        return _report(inner.fun, traced, as_policy(inner.policy))
+        return _report(inner.fun, traced, as_policy(fixed or inner.policy))
 
     return explained
 

@@ -21,6 +21,7 @@ _WORDS = (
     "primitive",
     "category",
     "kind",
+    "memory",
     "dtype",
     "reason",
     "line",
@@ -31,7 +32,7 @@ _WORDS = (
     "operands",
     "results",
 )
-_NUMBERS = ("trips", "flops", "bytes")
+_NUMBERS = ("trips", "flops", "bytes", "stored_bytes")
 
 
 def page(report: Any) -> str:
@@ -80,22 +81,22 @@ def _text(row: Equation, name: str) -> str:
 
 
 def _tiles(report: Any) -> Iterator[str]:
-    half, full, cast = (
-        sum(r.bytes for r in report.equations if r.kind == kind)
-        for kind in ("half", "full", "cast")
+    half, full = (
+        sum(r.stored_bytes for r in report.equations if r.memory == memory)
+        for memory in ("half", "full")
     )
     if report.flops:
         rest = report.flops * (1 - report.half_flops)
         bar = _bar([("half", report.flops - rest), ("full", rest)])
-        what = f"of {flops_text(report.flops)} in products are half"
+        what = f"of {flops_text(report.flops)} in matrix multiplications are half"
         yield _tile(f"{report.half_flops:.0%}", what, bar)
-    bar = _bar([("half", half), ("full", full), ("cast", cast)])
-    yield _tile(bytes_text(half + full + cast), "of values: half, float32, casts", bar)
+    bar = _bar([("half", half), ("full", full)])
+    yield _tile(bytes_text(half + full), "of stored values: half, float32", bar)
     before, after = report.residual_bytes_before, report.residual_bytes
     if before:
-        kept = f"kept for the backward pass, {bytes_text(before)} in float32"
+        read = f"at most that the backward pass reads, {bytes_text(before)} in float32"
         bar = _bar([("half", after), ("", max(before - after, 0))])
-        yield _tile(bytes_text(after), kept, bar)
+        yield _tile(bytes_text(after), read, bar)
     moved = f", {bytes_text(report.cast_bytes)} read and written"
     yield _tile(f"{report.casts:,}", f"casts{moved if report.casts else ''}")
     left = len(report.not_rewritten)
@@ -133,7 +134,7 @@ def _largest(report: Any) -> str:
     if not groups:
         return ""
     rows = "".join(
-        f'<tr><td class="n">{bytes_text(g.bytes)}</td>'
+        f'<tr><td class="n">{bytes_text(g.stored_bytes)}</td>'
         f"<td><code>{html.escape(g.value)}</code></td>"
         f'<td class="skip">{html.escape(g.first.primitive)}</td>'
         f'<td class="wide">{html.escape(g.layer)} <code class="dim">'
@@ -143,8 +144,8 @@ def _largest(report: Any) -> str:
     )
     head = '<th class="n">bytes</th><th>value</th><th>made by</th><th>scope</th>'
     return (
-        "<section><h2>Largest values that stay float32</h2>"
-        '<p class="dim">What updates parameters is left out.</p>'
+        "<section><h2>Largest values stored in float32</h2>"
+        '<p class="dim">The optimizer update is excluded.</p>'
         f'<div class="card scroll"><table class="stack"><thead><tr>{head}'
         f"<th>reason</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
@@ -154,8 +155,8 @@ def _scopes(report: Any) -> str:
     found = summary.scopes(report.equations, report.layers)
     most = max((s.bytes for s in found), default=0) or 1
     rows = "".join(_scope(s, most) for s in found)
-    columns = ("scope", "half, float32, casts", "equations", "products", "in half")
-    sizes = ("half", "float32", "casts")
+    columns = ("scope", "half, float32", "equations", "matmuls", "in half")
+    sizes = ("half", "float32", "registers", "casts")
     head = "".join(f"<th>{c}</th>" for c in columns[:2])
     head += "".join(f'<th class="n">{c}</th>' for c in (*columns[2:], *sizes))
     return (
@@ -164,7 +165,7 @@ def _scopes(report: Any) -> str:
 
 
 def _scope(scope: summary.Scope, most: int) -> str:
-    bar = _bar([("half", scope.half), ("full", scope.full), ("cast", scope.cast)])
+    bar = _bar([("half", scope.half), ("full", scope.full)])
     width = max(100 * scope.bytes / most, 1)
     share = scope.half_flops / scope.flops if scope.flops else -1
     cells = [
@@ -173,8 +174,9 @@ def _scope(scope: summary.Scope, most: int) -> str:
         _number(share, f"{share:.0%}" if scope.flops else ""),
         *(
             _number(size, bytes_text(size) if size else "")
-            for size in (scope.half, scope.full, scope.cast)
+            for size in (scope.half, scope.full, scope.register)
         ),
+        _number(scope.casts, f"{scope.casts:,}" if scope.casts else ""),
     ]
     return (
         f"<tr><td>{html.escape(scope.title)}</td>"

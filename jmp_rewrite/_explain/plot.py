@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 _SCOPES = 16
 # As in the HTML report; told apart with red-green blindness, and in gray.
-_COLORS = {"half": "#0e8a7d", "float32": "#dd8a0b", "casts": "#9a3ec6"}
+_COLORS = {"half": "#0e8a7d", "float32": "#dd8a0b", "registers": "#b9bdc6"}
 
 
 def plot(title: str, scopes: Sequence[Scope]) -> Figure:
-    """Draws the bytes of half and float32 values and of casts, a bar a scope.
+    """Draws the bytes of half and float32 values that are stored, a bar a scope.
+
+    What stays in registers is gray.
 
     Args:
       title: of the picture.
@@ -41,7 +43,7 @@ def plot(title: str, scopes: Sequence[Scope]) -> Figure:
     sizes = {
         "half": [s.half for s in shown],
         "float32": [s.full for s in shown],
-        "casts": [s.cast for s in shown],
+        "registers": [s.register for s in shown],
     }
     for name, widths in sizes.items():
         axes.barh(

@@ -13,12 +13,14 @@ from jax.extend import core as jex
 
 from jmp_rewrite import _compat
 from jmp_rewrite._explain import advice as _advice
-from jmp_rewrite._explain import html, provenance, residuals, rows, summary, text
+from jmp_rewrite._explain import html, provenance, residuals, rows, summary
 from jmp_rewrite._explain import plot as _report_plot
+from jmp_rewrite._explain import text as _text
 from jmp_rewrite._explain.document import document
 from jmp_rewrite._explain.reasons import CAST
 from jmp_rewrite._explain.residuals import Residuals
 from jmp_rewrite._explain.rows import Equation
+from jmp_rewrite._explain.stored import stored
 from jmp_rewrite._explain.walk import Draft, walk
 from jmp_rewrite._graph.nodes import Graph, reached
 from jmp_rewrite._policy import Policy
@@ -80,10 +82,10 @@ class LeftAlone(NamedTuple):
 class Report:
     """What mixed precision does to a function, and why; `explain` makes it.
 
-    `print(report)` shows a summary, advice, the largest values that stay float32, a
-    table of scopes, and equations with their reasons. A notebook shows the page that
-    `save_html` writes. Nothing here holds an array; figures are worked out when they
-    are asked for, and kept.
+    `print(report)` shows a summary, advice, the largest values that are stored in
+    float32, and a table of scopes; `report.text(equations=True)` lists equations with
+    their reasons as well. A notebook shows the page that `save_html` writes. Nothing
+    here holds an array; figures are worked out when they are asked for, and kept.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -135,7 +137,9 @@ class Report:
         They come in program order. A function that is called very often has its rows
         once, with the trips of all calls.
         """
-        return rows.rows(self._drafts, self._decision.plan, self._labels)
+        return rows.rows(
+            self._drafts, self._decision.plan, self._labels, stored(self.jaxpr)
+        )
 
     @property
     def _labels(self) -> rows.Labels:
@@ -183,10 +187,12 @@ class Report:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of the forward values that the backward pass reads.
+        """Bytes of the forward values that the backward pass reads, an upper bound.
 
-        Of a function without a backward pass they are the residuals of its `jax.vjp`,
-        and 0 where it has no derivative. Arguments and their copies do not count.
+        It is read off the program, before XLA fuses and rematerializes: a compiled
+        program holds fewer bytes at a time. Of a function without a backward pass they
+        are the residuals of its `jax.vjp`, and 0 where it has no derivative. Arguments
+        and their copies do not count.
         """
         return self._residuals[1].activations
 
@@ -251,21 +257,28 @@ class Report:
                 left_alone=[left.sentence for left in self.not_rewritten],
                 unused_rules=[r for r in rules if r not in used],
                 unused_scopes=decision.unused_scopes,
-                before=self.residual_bytes_before,
-                after=self.residual_bytes,
             )
         )
 
     # ---- shown
 
+    def text(self, *, equations: bool = False) -> str:
+        """Returns what `print` shows.
+
+        Args:
+          equations: whether to list the equations too: all of a small program in
+            order, else the largest. `save_html` has all of any program.
+        """
+        return _text.render(self, equations=equations)
+
     def __str__(self) -> str:
-        return text.render(self)
+        return self.text()
 
     def __repr__(self) -> str:
         return f"<Report on {self.name} under {self.policy!r}>"
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from text.rich_parts(document(self))
+        yield from _text.rich_parts(document(self))
 
     def _repr_html_(self) -> str:
         return html.notebook(self)
@@ -282,7 +295,9 @@ class Report:
         pathlib.Path(path).write_text(html.page(self), encoding="utf-8")
 
     def plot(self) -> Figure:
-        """Draws the bytes of half and float32 values and of casts, a bar a scope.
+        """Draws the bytes of half and float32 values that are stored, a bar a scope.
+
+        What stays in registers is gray.
 
         Returns:
           A matplotlib figure: a notebook shows it, `savefig` keeps it.

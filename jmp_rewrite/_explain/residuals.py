@@ -124,6 +124,16 @@ class Residuals(NamedTuple):
     copies: int
 
 
+def operands(eqn: Any) -> list[Any]:
+    """Returns the variables that an equation reads, where they are stored."""
+    values = [v for v in eqn.invars if not hasattr(v, "val")]
+    if eqn.primitive.name in ("feature_sum", "restore", "unrounded"):
+        values = values[:1]  # what is stored is the rounded value
+    if eqn.primitive.name in ("cpu_product", "rounded_product"):
+        values = values[2:]
+    return values
+
+
 class _Origins:
     """Follows the values of a jaxpr back through views and copies.
 
@@ -141,12 +151,7 @@ class _Origins:
 
     def read(self, eqn: Any) -> list[Any]:
         """Returns what an equation reads, each value seen through its views."""
-        values = [v for v in eqn.invars if not hasattr(v, "val")]
-        if eqn.primitive.name in ("feature_sum", "restore", "unrounded"):
-            values = values[:1]  # what is stored is the rounded value
-        if eqn.primitive.name in ("cpu_product", "rounded_product"):
-            values = values[2:]
-        return [self._views.get(v, v) for v in values]
+        return [self._views.get(v, v) for v in operands(eqn)]
 
     def follow(self, eqn: Any) -> None:
         """Notes whether the results are views or copies of something."""

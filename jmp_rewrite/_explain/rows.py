@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jmp_rewrite._explain import residuals
@@ -22,8 +22,6 @@ from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._precision.decide import Plan
 from jmp_rewrite._rules.table import PRODUCTS
 from jmp_rewrite._source import Line
-
-_FULL = frozenset({"float32", "float64", "complex64", "complex128"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +52,8 @@ class Equation:
       flops: multiplications and additions of a product, all trips together.
       bytes: bytes of its results, all trips together; 0 for calls, whose results the
         equations inside make, and for views (reshapes and broadcasts).
+      stored_bytes: those of them that a compiler writes to memory, as `stored.py`
+        models it; the rest stays in registers.
       stored: the dtype of most of these bytes.
     """
 
@@ -73,13 +73,14 @@ class Equation:
     dimensions: tuple[int, ...]
     flops: int
     bytes: int
+    stored_bytes: int
     stored: str
 
     @property
     def kind(self) -> str:
         """What its results are: "half", "full", "cast", or "other".
 
-        Others are integers, and what has no bytes of its own: calls.
+        Others are integers, float64, and what has no bytes of its own: calls.
         """
         if self.category == CAST:
             return CAST
@@ -87,7 +88,18 @@ class Equation:
             return "other"
         if self.stored in residuals.HALVES:
             return "half"
-        return "full" if self.stored in _FULL else "other"
+        return "full" if self.stored == "float32" else "other"
+
+    @property
+    def memory(self) -> str:
+        """Where its results are: "half" or "full" in memory, "register", or "other"."""
+        if self.category in (CALL, INSERTED, INTERNAL) or not self.bytes:
+            return "other"
+        if not self.stored_bytes:
+            return "register"
+        if self.stored in residuals.HALVES:
+            return "half"
+        return "full" if self.stored == "float32" else "other"
 
 
 class Labels(NamedTuple):
@@ -102,19 +114,25 @@ class Labels(NamedTuple):
     late: frozenset[int]
 
 
-def rows(drafts: Sequence[Draft], plan: Plan | None, labels: Labels) -> list[Equation]:
+def rows(
+    drafts: Sequence[Draft],
+    plan: Plan | None,
+    labels: Labels,
+    stored: Container[int],
+) -> list[Equation]:
     """Returns a row for each equation of the rewritten program.
 
     Args:
       drafts: as `walk` finds them.
       plan: what is done with the original program; None if nothing is.
       labels: what is known of its nodes.
+      stored: `id` of each variable that is written to memory.
     """
     lines = {d.node: d.line for d in drafts if d.verdict is None}
     verdicts = None
     if plan is not None:
         verdicts = Verdicts(plan, lambda node: str(lines.get(node, "")))
-    writer = _Writer(verdicts, labels)
+    writer = _Writer(verdicts, labels, stored)
     return [writer.row(draft) for draft in drafts]
 
 
@@ -129,7 +147,10 @@ class _Type(NamedTuple):
 class _Writer:
     """Makes rows of drafts."""
 
-    def __init__(self, verdicts: Verdicts | None, labels: Labels) -> None:
+    def __init__(
+        self, verdicts: Verdicts | None, labels: Labels, stored: Container[int]
+    ) -> None:
+        self._stored = stored
         self._verdicts = verdicts
         self._labels = labels
         self._types: dict[int, tuple[Any, _Type]] = {}
@@ -160,8 +181,13 @@ class _Writer:
             dimensions=residuals.aligned_dimensions(eqn),
             flops=residuals.flops(eqn) * trips if counts else 0,
             bytes=sum(t.nbytes for t in results) * trips if writes else 0,
+            stored_bytes=self._stored_bytes(eqn, results) * trips if writes else 0,
             stored=max(results, key=lambda t: t.nbytes).dtype if results else "",
         )
+
+    def _stored_bytes(self, eqn: Any, results: Sequence[_Type]) -> int:
+        pairs = zip(eqn.outvars, results, strict=True)
+        return sum(t.nbytes for v, t in pairs if id(v) in self._stored)
 
     def _verdict(self, node: int) -> Verdict:
         if self._verdicts is None:

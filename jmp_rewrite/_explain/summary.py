@@ -25,9 +25,9 @@ class Scope(NamedTuple):
       equations: how many there are.
       flops: multiplications and additions of products.
       half_flops: those on half operands.
-      half: bytes of half results.
-      full: bytes of float32 results.
-      cast: bytes that casts write.
+      half: bytes of half values that are stored.
+      full: bytes of float32 values that are stored.
+      register: bytes of half and float32 values that are not.
       casts: how many casts there are.
     """
 
@@ -38,7 +38,7 @@ class Scope(NamedTuple):
     half_flops: int
     half: int
     full: int
-    cast: int
+    register: int
     casts: int
 
     @property
@@ -48,8 +48,8 @@ class Scope(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all floating-point results."""
-        return self.half + self.full + self.cast
+        """Bytes of the half and float32 values that are stored."""
+        return self.half + self.full
 
 
 class Group(NamedTuple):
@@ -60,12 +60,14 @@ class Group(NamedTuple):
       layer: their scope, "*" for the numbers of repeated layers.
       times: how many there are.
       bytes: bytes of their results together.
+      stored_bytes: those of them that are stored.
     """
 
     first: Equation
     layer: str
     times: int
     bytes: int
+    stored_bytes: int
 
     @property
     def value(self) -> str:
@@ -126,21 +128,21 @@ def _fold(
 
 
 def scopes(rows: Sequence[Equation], folded: dict[str, str]) -> list[Scope]:
-    """Sums up each scope, the one with the most bytes first."""
+    """Sums up each scope, the one with the most stored bytes first."""
     members: dict[str, list[Equation]] = {}
     for row in rows:
         if row.category != INTERNAL:
             members.setdefault(folded[row.layer], []).append(row)
     return sorted(
         (_scope(name, found) for name, found in members.items()),
-        key=lambda s: (-s.bytes, -s.flops, s.name),
+        key=lambda s: (-s.bytes, -s.flops, -s.register, s.name),
     )
 
 
 def _scope(name: str, rows: Sequence[Equation]) -> Scope:
-    sizes = {"half": 0, "full": 0, "cast": 0, "other": 0}
+    sizes = {"half": 0, "full": 0, "register": 0, "other": 0}
     for row in rows:
-        sizes[row.kind] += row.bytes
+        sizes[row.memory] += row.stored_bytes or row.bytes
     return Scope(
         name,
         len({row.layer for row in rows}),
@@ -149,7 +151,7 @@ def _scope(name: str, rows: Sequence[Equation]) -> Scope:
         sum(row.flops for row in rows if row.dtype in residuals.HALVES),
         sizes["half"],
         sizes["full"],
-        sizes["cast"],
+        sizes["register"],
         sum(row.category == CAST for row in rows),
     )
 
@@ -174,20 +176,24 @@ def groups(rows: Sequence[Equation], folded: dict[str, str]) -> list[Group]:
             row.dtype,
             row.results,
             row.reason,
+            row.memory,
         )
         members.setdefault(key, []).append(row)
-    found = [
-        Group(same[0], folded[same[0].layer], len(same), sum(r.bytes for r in same))
-        for same in members.values()
-    ]
-    return sorted(found, key=lambda g: -g.bytes)
+    found = [group(same, folded[same[0].layer]) for same in members.values()]
+    return sorted(found, key=lambda g: (-g.stored_bytes, -g.bytes))
+
+
+def group(same: Sequence[Equation], layer: str) -> Group:
+    """Makes one group of equations that say the same."""
+    stored = sum(r.stored_bytes for r in same)
+    return Group(same[0], layer, len(same), sum(r.bytes for r in same), stored)
 
 
 def largest_full(rows: Sequence[Equation], folded: dict[str, str]) -> list[Group]:
-    """Returns the largest values that stay float32, in groups, the largest first.
+    """Returns the largest values that are stored in float32, the largest first.
 
-    Left out are those of updates, and gradients that half products make.
+    Left out are those of updates, and gradients that half matrix multiplications make.
     """
-    full = [r for r in rows if r.kind == "full" and r.bytes and is_shown(r)]
+    full = [r for r in rows if r.memory == "full" and is_shown(r)]
     stay = [r for r in full if r.phase != "update" and r.dtype not in residuals.HALVES]
     return groups(stay, folded)

@@ -16,17 +16,18 @@ _WITHOUT_TERMINAL = 100
 _LABELS = 18  # width of what stands in front of facts
 
 
-def render(report: Any, width: int | None = None) -> str:
+def render(report: Any, width: int | None = None, *, equations: bool = False) -> str:
     """Lays a report out as text, without colors.
 
     Args:
       report: the report.
+      equations: whether to list equations as well.
       width: in characters; None for the terminal's, 100 where there is none.
     """
     if width is None:
         columns = shutil.get_terminal_size((_WITHOUT_TERMINAL, 24)).columns
         width = min(max(columns, _WIDTHS[0]), _WIDTHS[1])
-    parts = document(report)
+    parts = document(report, equations=equations)
     try:
         from rich.console import Console
     except ImportError:
