@@ -113,7 +113,6 @@ def mpx(model: ModuleType, size: Any) -> Made:
 def propagation(model: ModuleType, size: Any) -> Made:
     """This package with TensorFlow's greedy placement."""
     from jmp_rewrite import Policy, _transform
-    from jmp_rewrite._emit import program
     from jmp_rewrite._graph.scopes import Place
     from jmp_rewrite._precision import decide
 
@@ -126,7 +125,7 @@ def propagation(model: ModuleType, size: Any) -> Made:
             plan, _ = _transform._decide(
                 closed, policy, Place(), placement=decide.propagation
             )
-            results = program.run(plan, closed.consts, jax.tree.leaves(args))
+            results = _transform.run(plan, closed.consts, jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(shape), results)
 
         return wrapped

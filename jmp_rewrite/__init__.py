@@ -12,6 +12,7 @@ from jmp_rewrite._loss_scaling.step import scale_loss as scale_loss
 from jmp_rewrite._loss_scaling.step import unscale as unscale
 from jmp_rewrite._loss_scaling.step import where_applied as where_applied
 from jmp_rewrite._loss_scaling.transformation import loss_scaling as loss_scaling
+from jmp_rewrite._passes import use_passes as use_passes
 from jmp_rewrite._policy import Policy as Policy
 from jmp_rewrite._policy import check_device as check_device
 from jmp_rewrite._policy import get_policy as get_policy

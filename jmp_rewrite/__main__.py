@@ -15,6 +15,7 @@ import jax
 
 from jmp_rewrite import __version__
 from jmp_rewrite._devices import why_auto_is_float32
+from jmp_rewrite._passes import PASSES
 from jmp_rewrite._policy import Policy, check_device
 from jmp_rewrite._rules.table import Category, default_rules, reason
 
@@ -78,7 +79,7 @@ def _training_parser() -> argparse.ArgumentParser:
         description="Trains the model of Keras' mixed precision guide on handwritten "
         "digits under several policies, prints a table and draws the curves.",
         epilog=f"`{PROG} rules` prints the category of each primitive; `{PROG} devices`"
-        " says which policy is fast here.",
+        f" says which policy is fast here; `{PROG} passes` prints the passes.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -237,6 +238,20 @@ def _devices(argv: Sequence[str]) -> None:
         print(check_device(Policy(policy or "auto")))
 
 
+def _passes(argv: Sequence[str]) -> None:
+    """Prints the passes, in their order."""
+    _Parser(
+        prog=f"{PROG} passes",
+        description="Prints the passes: what each is for, on which devices, and what "
+        "may change there.",
+    ).parse_args(argv)
+    width = max(len(p.name) for p in PASSES)
+    for own in PASSES:
+        devices = ", ".join(own.devices)
+        print(f"{own.name:{width}}  {devices}; changes {own.changes}")
+        print(f"{'':{width}}  {own.reason}.")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line.
 
@@ -250,7 +265,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv and argv[0] == "--version":
         print(f"jmp_rewrite {__version__}, JAX {jax.__version__}")
         return
-    command = {"rules": _rules, "devices": _devices}.get(argv[0] if argv else "")
+    commands = {"rules": _rules, "devices": _devices, "passes": _passes}
+    command = commands.get(argv[0] if argv else "")
     try:
         command(argv[1:]) if command else _train(argv)
         sys.stdout.flush()

@@ -6,6 +6,7 @@ The rest of the library sees one JAX.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -124,10 +125,10 @@ def frame_line(eqn: Any, code: Any, instruction: int) -> int:
     return int(type(eqn.source_info.traceback).code_addr2location(code, instruction)[0])
 
 
-def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
-    """Returns a jaxpr, open or closed as it was, with other equations."""
+def with_body(jaxpr: Any, **fields: Any) -> Any:
+    """Returns a jaxpr, open or closed as it was, with other equations or variables."""
     body = open_jaxpr(jaxpr)
-    new = body.replace(eqns=list(eqns))
+    new = body.replace(**fields)
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)  # JAX < 0.11: two kinds
 
 
@@ -136,6 +137,27 @@ def with_name_stack(eqn: Any, elements: Sequence[Any], params: dict[str, Any]) -
     stack = type(eqn.source_info.name_stack)(tuple(elements))
     info = eqn.source_info.replace(name_stack=stack)
     return eqn.replace(params=params, source_info=info)
+
+
+def in_scope(eqn: Any, like: Any, name: str) -> Any:
+    """Returns an equation at another's source line and name stack, in a scope more."""
+    info = like.source_info
+    info = info.replace(name_stack=info.name_stack.extend(name))
+    return eqn.replace(source_info=info, ctx=like.ctx)
+
+
+def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a closed jaxpr in the current trace; keeps name stacks and lines."""
+    return list(jax.core.eval_jaxpr(open_jaxpr(closed), constants(closed), *args))
+
+
+def as_cast(eqn: Any) -> Any:
+    """Returns a `rounding` as the cast that it says it is."""
+    dtype, primitive = eqn.params["dtype"], eqn.params["into"]
+    if primitive is not None:
+        return eqn.replace(primitive=primitive, params={"dtype": dtype})
+    params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+    return eqn.replace(primitive=primitives.convert_element_type_p, params=params)
 
 
 def convert(x: Any, dtype: Any, weak_type: bool = False) -> Any:
@@ -150,25 +172,30 @@ def cast_primitive(name: str, fun: Callable[..., Any]) -> jex.Primitive:
 
     Args:
       name: what a printed jaxpr shows.
-      fun: casts `x` to the parameter `dtype`, elementwise.
+      fun: casts `x` to the parameter `dtype`, elementwise; it may have others.
     """
     primitive = jex.Primitive(name)
 
-    def jvp(primals: Any, tangents: Any, *, dtype: Any) -> Any:
+    def jvp(primals: Any, tangents: Any, *, dtype: Any, **params: Any) -> Any:
         (x,), (t,) = primals, tangents
-        out = primitive.bind(x, dtype=dtype)
+        out = primitive.bind(x, dtype=dtype, **params)
         if isinstance(t, ad.Zero):
             return out, ad.Zero(jax.typeof(out).to_tangent_aval())
         return out, convert(t, dtype)
 
-    def transpose(ct: Any, x: Any, *, dtype: Any) -> list[Any]:
-        del dtype
+    def transpose(ct: Any, x: Any, **_: Any) -> list[Any]:
         aval = x.aval
         zero = isinstance(ct, ad.Zero)
         return [ad.Zero(aval) if zero else convert(ct, aval.dtype)]
 
-    primitive.def_impl(jax.jit(fun, static_argnames="dtype"))
-    primitive.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
+    @functools.cache
+    def compiled(**params: Any) -> Callable[..., Any]:
+        return jax.jit(functools.partial(fun, **params))
+
+    primitive.def_impl(lambda x, **params: compiled(**params)(x))
+    primitive.def_abstract_eval(
+        lambda x, dtype, **_: x.update(dtype=dtype, weak_type=False)
+    )
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     batching.defvectorized(primitive)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
 
-from jmp_rewrite import _compat, _keras
+from jmp_rewrite import _compat, _keras, _passes
 from jmp_rewrite._arguments import (
     Static,
     hide,
@@ -30,6 +30,8 @@ from jmp_rewrite._arguments import (
 )
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._emit import program
+from jmp_rewrite._emit.emit import Emitter
+from jmp_rewrite._emit.later import Later
 from jmp_rewrite._graph import build, nodes
 from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
@@ -186,7 +188,7 @@ def mixed_precision(
             plan = decide_traced(traced, chosen)
             with jax.named_scope(REWRITTEN):
                 consts = _compat.constants(traced.closed)
-                results = program.run(plan, consts, traced.arrays)
+                results = run(plan, consts, traced.arrays)
             calls.count(results)
             return finish(traced.rebuild(results))
 
@@ -441,6 +443,52 @@ def _decide(
     return plan, used | matched(policy, (n.place.path for n in graph.nodes))
 
 
+def optimized(
+    plan: _plan.Plan,
+    choice: _passes.Choice | None = None,
+    emitter_type: type[Emitter] = Emitter,
+) -> _passes.Optimized:
+    """Emits a program and runs the passes over it.
+
+    Args:
+      plan: the program, and what is done with each equation.
+      choice: the passes; None for those that are switched on now.
+      emitter_type: what emits the equations.
+
+    Returns:
+      A closed jaxpr of the program's constants and arguments, and what was done.
+    """
+    choice = _passes.current() if choice is None else choice
+
+    def finish(fun: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
+        closed = jax.make_jaxpr(fun)(*map(jax.typeof, args))
+        return _compat.evaluate(_optimize(closed, plan, choice).closed, args)
+
+    again = functools.partial(run, choice=choice, emitter_type=emitter_type)
+    return _optimize(
+        program.emit(plan, Later(again, finish), emitter_type), plan, choice
+    )
+
+
+def _optimize(
+    closed: Any, plan: _plan.Plan, choice: _passes.Choice
+) -> _passes.Optimized:
+    explicit = _passes.Program(closed, plan.half, plan.pins.whole_step)
+    return _passes.optimize(explicit, choice.passes, choice.device)
+
+
+def run(
+    plan: _plan.Plan,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    choice: _passes.Choice | None = None,
+    emitter_type: type[Emitter] = Emitter,
+) -> list[Any]:
+    """Runs a program rewritten, on its constants and arguments; see `optimized`."""
+    closed = optimized(plan, choice, emitter_type).closed
+    return _compat.evaluate(closed, [*consts, *args])
+
+
 def _log_opaque(left_alone: Sequence[nodes.Opaque]) -> None:
     """Logs what was left alone; silence is the worst answer."""
     for eqn, place, why, where in left_alone:
@@ -493,7 +541,7 @@ def mixed_precision_jaxpr(closed_jaxpr: Any, policy: PolicyLike = None) -> Any:
 
     def rewritten(*args: Any) -> list[Any]:
         with jax.named_scope(REWRITTEN):
-            return program.run(plan, consts, args)
+            return run(plan, consts, args)
 
     before = _compat.open_jaxpr(closed_jaxpr)
     half = jax.make_jaxpr(rewritten)(*(v.aval for v in before.invars))

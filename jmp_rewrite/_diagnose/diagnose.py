@@ -21,7 +21,6 @@ from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._diagnose.lockstep_calls import HANDLERS
 from jmp_rewrite._diagnose.results import Reference
-from jmp_rewrite._emit import program as _rewrite
 from jmp_rewrite._loss_scaling.state import find_states
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
@@ -141,7 +140,7 @@ class _Program:
         """Runs the program as a policy rewrites it."""
         plan, arrays = self.plan(policy), self.traced.arrays
         with jax.debug_nans(False), jax.debug_infs(False):
-            closed = jax.make_jaxpr(lambda *a: _rewrite.run(plan, self.consts, a))
+            closed = jax.make_jaxpr(lambda *a: _transform.run(plan, self.consts, a))
             return evaluate(closed(*arrays), arrays)
 
     def reference(self, arrays: Sequence[Any]) -> list[Any]:

@@ -23,9 +23,7 @@ _HALVES = ("bfloat16", "float16")
 # Titles of `_rules/table.py` under which an equation means its dtypes.
 _TYPED = ("opaque", "depends on the dtype", "draws random bits")
 # This library's own, which take any dtype.
-_OWN = frozenset(
-    {"cpu_barrier", "cpu_product", "feature_sum", "rounded_product", "saturating_cast"}
-)
+_OWN = frozenset({"feature_sum", "saturating_cast"})
 
 
 def is_half(aval: Any) -> bool:
@@ -53,6 +51,8 @@ def in_float32(eqn: Any, values: Sequence[Any]) -> list[Any]:
     values = list(map(to_float32, values))
     if eqn.primitive.name == "saturating_cast":
         return values
+    if eqn.primitive.name == "by_device":
+        return values[: eqn.params["results"]]
     if _is_typed(eqn):
         operands = [
             _to(x, v.aval.dtype) for x, v in zip(values, eqn.invars, strict=True)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, _transform
 from jmp_rewrite._diagnose.distance import Measured, exponents, measure
 from jmp_rewrite._diagnose.evaluate import last_uses, undonated
 from jmp_rewrite._diagnose.float32 import in_float32, touches_half
@@ -30,8 +30,9 @@ from jmp_rewrite._diagnose.pair import (
     pair_of,
     terms,
 )
-from jmp_rewrite._emit import higher_order, program
+from jmp_rewrite._emit import higher_order
 from jmp_rewrite._emit.emit import Cell, Emitter
+from jmp_rewrite._emit.later import Later
 from jmp_rewrite._graph.nodes import Inner, Instance
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
 from jmp_rewrite._precision.decide import Action, Plan
@@ -68,8 +69,9 @@ class Lockstep(Emitter):
     """
 
     def __init__(self, plan: Plan, handlers: Mapping[str, Any]) -> None:
-        super().__init__(plan, handlers, program.run)
-        self.plain = Emitter(plan, higher_order.HANDLERS, program.run)
+        later = Later(_transform.run, lambda fun, args: fun(*args))
+        super().__init__(plan, handlers, later)
+        self.plain = Emitter(plan, higher_order.HANDLERS, later)
         self.rows: list[Row] = []
         self.frame = Frame()
         self.axes: tuple[str, ...] = ()
@@ -176,6 +178,15 @@ class Lockstep(Emitter):
             arrays = Measured([half], [cell.reference], [cell.value])
             cell.half_error = self.count(row, arrays, [cell.error])
         return half
+
+    def _half_operands(
+        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
+    ) -> list[Any]:
+        return _barred(super()._half_operands(eqn, env, literals))
+
+    def _product(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
+        cells = super()._product(eqn, action, env)
+        return [Cell(x) for x in _barred([c.value for c in cells])]
 
     # ---- one jaxpr
 
@@ -319,10 +330,10 @@ def _lanes(operands: list[Pair], outs: list[Cell]) -> list[Cell]:
 
 
 def _barred(values: list[Any]) -> list[Any]:
-    """Hides from XLA that operands in a loop were half before they were float32.
+    """Hides from XLA what was done to operands and results in a loop.
 
-    XLA:CPU has no kernel for the product that it makes of such (see
-    `cpu_products.shielded_product`).
+    XLA:CPU has no kernel for some products that it makes of such: see the pass
+    `cpu_shield`, which does not run here.
     """
     if any(isinstance(x, jax.core.Tracer) for x in values):
         return list(lax.optimization_barrier(values))

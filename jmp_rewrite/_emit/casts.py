@@ -9,7 +9,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_rewrite import _compat
 
@@ -29,26 +28,6 @@ def narrow(x: Any, dtype: np.dtype, saturate: bool) -> Any:
     return _compat.convert(x, dtype)
 
 
-def after_cast(x: Any, sharding: Any) -> Any:
-    """Keeps a sharding constraint on a cast weight from being moved to the weight.
-
-    XLA's partitioners give a constraint's operand the constraint's sharding where it
-    has none of its own, as the result of a cast has. A weight that is sharded (FSDP)
-    would then be gathered in float32 and cast after that: twice the bytes
-    (jax-ml/jax#23543). A constraint that leaves everything open is one of its own.
-
-    Args:
-      x: the cast weight.
-      sharding: what the program asks for.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return x
-    if sharding.memory_kind not in (None, "device"):  # it is a transfer as well
-        return x
-    spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
-    return lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, spec))
-
-
 def _saturated(x: Any, *, dtype: np.dtype) -> Any:
     largest = np.float32(ml_dtypes.finfo(dtype).max)
     inside = lax.clamp(-largest, x, largest)
@@ -56,6 +35,27 @@ def _saturated(x: Any, *, dtype: np.dtype) -> Any:
 
 
 _SATURATING_CAST = _compat.cast_primitive("saturating_cast", _saturated)
+
+
+def rounded(x: Any, dtype: np.dtype, saturate: bool) -> Any:
+    """Rounds a result where it is computed, once for all that reads it.
+
+    Passes tell it from other casts; in the end it is one of `narrow`.
+
+    Args:
+      x: f32[...].
+      dtype: the compute dtype.
+      saturate: as of `narrow`.
+    """
+    into = _SATURATING_CAST if saturate else None
+    return _ROUNDING.bind(x, dtype=dtype, into=into)
+
+
+def _narrowed(x: Any, *, dtype: np.dtype, into: Any) -> Any:
+    return narrow(x, dtype, into is not None)
+
+
+_ROUNDING = _compat.cast_primitive("rounding", _narrowed)
 
 
 @functools.lru_cache(maxsize=4096)

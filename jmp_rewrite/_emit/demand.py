@@ -32,10 +32,9 @@ class Demand:
         return self._is_touched[instance]
 
     def _any_touched(self, instance: Instance) -> bool:
-        changed = Action.HALF | Action.STARTS_LATE
         for entry in instance.nodes:
             nodes = [n for n in _as_tuple(entry) if n is not None]
-            if any(self._plan.actions[n] & changed for n in nodes):
+            if any(self._plan.actions[n] & Action.HALF for n in nodes):
                 return True
         for inner in instance.inner.values():
             if any(map(self._is_half, inner.joints)):

@@ -130,7 +130,7 @@ def _rule(
     closed = jax.make_jaxpr(flat)(*(args[i] for i in arrays))
     plan = e.plan.nested(closed, place)
     consts = _compat.constants(closed)
-    results = iter(e.emit_program(plan, consts, [args[i] for i in arrays]))
+    results = iter(e.later.run(plan, consts, [args[i] for i in arrays]))
     known, structure = tree[-1]
     leaves = [next(results) if x is None else x for x in known]
     return _compat.unflatten_rule(structure, leaves)

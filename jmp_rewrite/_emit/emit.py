@@ -6,22 +6,20 @@ a value for each variable: what was computed, and its cast copies once somebody 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._emit.casts import after_cast, narrow, scalar
+from jmp_rewrite._emit.casts import narrow, rounded, scalar
 from jmp_rewrite._emit.demand import AS_HALF, Demand
+from jmp_rewrite._emit.later import Later
 from jmp_rewrite._emit.products import float32_result
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
-from jmp_rewrite._passes import cpu_products, on_device
-from jmp_rewrite._passes.again import is_backward
+from jmp_rewrite._passes import on_device
 from jmp_rewrite._passes.attention import FeatureSum
-from jmp_rewrite._passes.on_device import GPU, TPU_V5E
 from jmp_rewrite._passes.parts import Joined, Summed, Taken
 from jmp_rewrite._passes.unstacked import Chain, Rest
 from jmp_rewrite._precision.decide import Action, Plan
@@ -36,32 +34,15 @@ class Cell:
       saturate: whether rounding it must not make an infinity of a finite number.
       half: its rounded copy, if somebody asked for it.
       full: its copy cast back to float32, if somebody asked for it.
-      exact: the float32 value that it was rounded from, computed a second time, if GPUs
-        read that.
       unrounded: the float32 value that it was rounded from, if it was rounded where it
         was computed.
-      exact_in: the passes in which CPUs read that, as `is_backward` tells them.
-      on_cpu: the cell that these read.
-      origin: what computed it, if a backward pass computes it again.
-      again: its float32 value, computed again.
-      apart: its value behind a barrier, from which others are computed again.
-      backward: (whether in half) -> the cell that a backward pass reads.
-      quotient: (quotient, divisor), if a backward pass computes it again from these.
       base: the stack that it is computed again from, slice by slice; it has no value.
     """
 
     __slots__ = (
-        "again",
-        "apart",
-        "backward",
         "base",
-        "exact",
-        "exact_in",
         "full",
         "half",
-        "on_cpu",
-        "origin",
-        "quotient",
         "saturate",
         "unrounded",
         "value",
@@ -71,31 +52,9 @@ class Cell:
         self.value = value
         self.saturate = saturate
         self.half = half
-        self.exact: Any = None
         self.unrounded: Any = None
-        self.exact_in: tuple[bool, ...] = ()
-        self.on_cpu: Cell | None = None
         self.full: Any = None
-        self.origin: Origin | None = None
-        self.again: Any = None
-        self.apart: Cell | None = None
-        self.backward: dict[bool, Cell] = {}
-        self.quotient: tuple[Cell, Cell] | None = None
         self.base: Cell | None = None
-
-
-class Origin(NamedTuple):
-    """What computed a value.
-
-    Attributes:
-      action: how it was emitted.
-      eqn: the equation.
-      operands: the cells of its operands.
-    """
-
-    action: int
-    eqn: Any
-    operands: dict[Any, Cell]
 
 
 # A body of which nothing is left out.
@@ -112,10 +71,10 @@ class Emitter:
         self,
         plan: Plan,
         handlers: Mapping[str, Handler],
-        emit_program: Callable[[Plan, Sequence[Any], Sequence[Any]], list[Any]],
+        later: Later,
     ) -> None:
         self.plan = plan
-        self.emit_program = emit_program
+        self.later = later
         self._handlers = handlers
         self.demand = Demand(plan)
         self._jaxprs: dict[Any, Any] = {}
@@ -132,8 +91,6 @@ class Emitter:
             return cell.value
         if cell.full is None:
             cell.full = _compat.convert(cell.value, FLOAT32)
-            if cell.exact is not None:
-                cell.full = on_device.restore(cell.full, cell.exact, (GPU,))
         return cell.full
 
     def read_half(self, cell: Cell) -> Any:
@@ -199,47 +156,26 @@ class Emitter:
         parts = self._parts(instance, index, env)
         if isinstance(parts, (Joined, Taken)):
             return self._apart(parts, action, env)
-        reads = env if entry is None else self._reads(entry, action, eqn, env)
-        cells = self._emit(entry, action, eqn, reads)
+        cells = self._emit(entry, action, eqn, env)
         if isinstance(parts, Summed) and not action & Action.HALF:
             (sums,) = self._apart(parts, action, env)
             cells = [Cell(on_device.restore(cells[0].value, sums.value, ("tpu",)))]
         if index in self.plan.feature_sums.get(instance, ()):
             how = self.plan.feature_sums[instance][index]
             cells = [self._over_features(cells[0], how, env)]
-        if action & Action.WAITS:
-            cells = [Cell(on_device.written(c.value), c.saturate) for c in cells]
-        if action & (Action.CHAIN | Action.ANCHOR):
-            cells[0].origin = Origin(action, eqn, _operands(eqn, env))
-        if action & Action.DIVIDES:
-            numerator, divisor = eqn.invars
-            by = Cell(self.read_full(env[divisor], divisor.aval))
-            env[numerator].quotient = (cells[0], by)
         return cells
 
     def _emit(
         self, entry: int | None, action: int, eqn: Any, env: dict[Any, Cell]
     ) -> list[Cell]:
         """Emits an equation of its own."""
-        if action & Action.SETTLES:
-            (var,) = eqn.invars
-            env[var].full = on_device.settled(self.read_full(env[var], var.aval))
-        if action & Action.STARTS_LATE:
-            into, index, of = eqn.invars
-            zeros, terms = on_device.filled_late(env[into].value, env[of].value)
-            env = {into: Cell(zeros), index: cell_of(env, index), of: Cell(terms)}
         if entry is None or not action & Action.HALF:
             return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
         if is_product and "preferred_element_type" in eqn.params:
-            return self._product(entry, eqn, action, env)
+            return self._product(eqn, action, env)
         if action & Action.WIDE:
-            return self._wide(entry, eqn, action, env)
-        if (
-            eqn.primitive.name == "sharding_constraint"
-            and entry in self.plan.pins.moved
-        ):
-            return self._constraint(eqn, action, env)
+            return self._wide(eqn, action, env)
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, action, env, literals)
 
@@ -281,83 +217,25 @@ class Emitter:
         values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
         return [Cell(x, saturate) for x in _compat.bind(eqn, values, eqn.params)]
 
-    def _product(
-        self, entry: int, eqn: Any, action: int, env: dict[Any, Cell]
-    ) -> list[Cell]:
+    def _product(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits a product of half operands, accumulated in float32."""
         values = self._half_operands(eqn, env, {})
         dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
         params = dict(eqn.params, preferred_element_type=dtype)
         if action & Action.EMITS_FULL and not self.plan.pins.whole_step:
-            full = functools.partial(self._float32_product, entry, eqn, action)
-            return [Cell(float32_result(eqn, full, values))]
-        return self._product_of(entry, eqn, action, values, params)
-
-    def _float32_product(self, entry: int, eqn: Any, action: int, *values: Any) -> Any:
-        """Emits a product of half operands with a float32 result."""
-        params = dict(eqn.params, preferred_element_type=FLOAT32)
-        return self._product_of(entry, eqn, action, list(values), params)[0].value
-
-    def _product_of(
-        self,
-        entry: int,
-        eqn: Any,
-        action: int,
-        values: list[Any],
-        params: dict[str, Any],
-    ) -> list[Cell]:
-        if action & Action.EMITS_FULL and eqn.primitive.name == "conv_general_dilated":
-            return [Cell(x) for x in cpu_products.full_convolution(eqn, values, params)]
-        is_bfloat16 = self.plan.half != np.float16
-        if action & Action.EMITS_FULL and is_bfloat16 and len(values) == 2:
-            on_gpu = bool(action & Action.HALF_ON_GPU)
-            swapped = on_gpu and self._is_read_transposed(entry)
-            outs = cpu_products.shielded_product(eqn, values, params, on_gpu, swapped)
-            return [Cell(x) for x in outs]
-        if self.plan.pins.whole_step:
-            return [Cell(x) for x in cpu_products.half_product(eqn, values, params)]
+            return [Cell(float32_result(eqn, values, self.later))]
         return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
-    def _is_read_transposed(self, entry: int) -> bool:
-        """Tells a product that is transposed for its one reader, operand by operand.
-
-        So the gradient of `w` in `x @ w` is, if JAX made it.
-        """
-        nodes, readers = self.plan.graph.nodes, self.plan.graph.consumers()
-        eqn = nodes[entry].eqn
-        if eqn.primitive.name != "dot_general":
-            return False
-        (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
-        order = tuple(range(eqn.outvars[0].aval.ndim))
-        while len(readers[entry]) == 1:
-            (entry,) = readers[entry]
-            if nodes[entry].name != "transpose":
-                break
-            order = tuple(order[d] for d in nodes[entry].eqn.params["permutation"])
-        rows = eqn.invars[0].aval.ndim - len(contracting) - len(batch)
-        swapped = (*range(rows, len(order)), *range(rows))
-        return not batch and order == swapped != tuple(range(len(order)))
-
-    def _wide(
-        self, entry: int, eqn: Any, action: int, env: dict[Any, Cell]
-    ) -> list[Cell]:
+    def _wide(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
         saturates = bool(action & Action.SATURATES)
         cells = []
         for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT)):
             if cell.value.dtype == FLOAT32:
                 exact = cell.value
-                half = self._narrow(exact, saturates or cell.saturate)
-                if action & Action.HELD:
-                    half = on_device.hold(half)
+                half = rounded(exact, self.plan.half, saturates or cell.saturate)
                 cell = Cell(half, cell.saturate)
                 cell.unrounded = exact
-                if action & Action.EXACT_ON_CPU:
-                    late = is_backward(self.plan.graph.nodes[entry])
-                    cell.exact_in = (False, True) if late else (False,)
-                if action & Action.EXACT_ON_GPU:  # computed again, so not stored
-                    (again,) = self._as_it_was(eqn, env)
-                    cell.exact = again.value
             cells.append(cell)
         return cells
 
@@ -379,12 +257,6 @@ class Emitter:
         else:
             outs = _compat.bind(eqn, values, eqn.params)
         return [Cell(x, saturate) for x in outs]
-
-    def _constraint(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
-        """Emits where a weight is to lie, after its cast."""
-        (x,) = self._half_operands(eqn, env, {})
-        outs = _compat.bind(eqn, [after_cast(x, eqn.params["sharding"])], eqn.params)
-        return [Cell(x, bool(action & Action.ARGUMENT)) for x in outs]
 
     def _half_operands(
         self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
@@ -413,96 +285,6 @@ class Emitter:
         ]
         outs = _compat.bind(eqn, values, eqn.params)
         return [Cell(x, c.saturate) for x, c in zip(outs, cells, strict=True)]
-
-    # ---- what is stored and what is read in its place
-
-    def _reads(
-        self, entry: int, action: int, eqn: Any, env: dict[Any, Cell]
-    ) -> dict[Any, Cell]:
-        """Returns the operands of an equation as its pass reads them."""
-        late = is_backward(self.plan.graph.nodes[entry])
-        in_half = bool(action & Action.HALF) and not action & Action.WIDE
-        operands = _operands(eqn, env)
-        for var, cell in operands.items():
-            if late and self.plan.computes_again:
-                cell = self._read_again(cell, var.aval, in_half)
-            if late in cell.exact_in and not in_half:
-                cell = self._read_on_cpu(cell, var.aval)
-            operands[var] = cell
-        return operands
-
-    def _read_on_cpu(self, cell: Cell, aval: Any) -> Cell:
-        """Returns what is read in float32 in the pass in which it was computed.
-
-        A CPU is short of digits before it is short of memory: what was rounded to be
-        stored is read as it was before, as long as it is there. Where a program is
-        written in half by hand, XLA:CPU leaves such roundings out itself.
-        """
-        if cell.on_cpu is None:
-            stored = self.read_full(cell, aval)
-            cell.on_cpu = Cell(on_device.unrounded(stored, cell.unrounded))
-        return cell.on_cpu
-
-    def _read_again(self, cell: Cell, aval: Any, in_half: bool) -> Cell:
-        """Returns the cell that a backward pass reads: what is computed again, if so.
-
-        On other devices than those that are meant it reads what was stored.
-        """
-        if cell.quotient is not None and not in_half:
-            return self._multiplied(cell)
-        if cell.origin is not None:
-            return self._backward(cell, aval, in_half)
-        return cell
-
-    def _backward(self, cell: Cell, aval: Any, in_half: bool) -> Cell:
-        """Returns the cell that a backward pass reads, in half or in float32."""
-        action = cell.origin.action if cell.origin else Action.FULL
-        # GPUs store the operands of products.
-        on_gpu = action & Action.AGAIN_ON_GPU and not in_half
-        on_v5e = action & Action.AGAIN_ON_V5E
-        devices = (*((GPU,) if on_gpu else ()), *((TPU_V5E,) if on_v5e else ()))
-        if not devices:
-            return cell
-        if in_half not in cell.backward:
-            again = self._computed_again(cell)
-            if in_half:
-                stored = self.read_half(cell)
-                again = self._narrow(again, cell.saturate)
-            else:
-                stored = self.read_full(cell, aval)
-            value = on_device.restore(stored, again, devices)
-            cell.backward[in_half] = Cell(value, cell.saturate)
-        return cell.backward[in_half]
-
-    def _multiplied(self, cell: Cell) -> Cell:
-        """Returns what a backward pass reads of what was divided: on GPUs a product."""
-        if cell.quotient is not None and not cell.backward:
-            quotient, divisor = cell.quotient
-            half = on_device.apart(self.read_half(quotient))
-            again = jax.lax.mul(_compat.convert(half, FLOAT32), divisor.value)
-            stored = _compat.convert(cell.value, FLOAT32)
-            cell.backward[False] = Cell(on_device.restore(stored, again, (GPU,)))
-        return cell.backward[False]
-
-    def _computed_again(self, cell: Cell) -> Any:
-        """Computes a value again, in float32, from what is stored."""
-        if cell.again is None and cell.origin is not None:
-            _, eqn, env = cell.origin
-            operands = {v: self._before(c) for v, c in env.items()}
-            with eqn.ctx.manager:
-                cell.again = self._as_it_was(eqn, operands)[0].value
-        return cell.again
-
-    def _before(self, cell: Cell) -> Cell:
-        """Returns an operand of what is computed again."""
-        action = cell.origin.action if cell.origin else Action.FULL
-        if action & Action.ANCHOR:
-            if cell.apart is None:
-                cell.apart = Cell(on_device.apart(cell.value))
-            return cell.apart
-        if action & Action.CHAIN:
-            return Cell(self._computed_again(cell))
-        return cell
 
     def computed(self, chain: Chain, base: Cell) -> Any:
         """Computes what is not stacked from a slice of a stack, in float32."""
@@ -643,10 +425,6 @@ class Emitter:
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:
     return Cell(atom.val) if hasattr(atom, "val") else env[atom]
-
-
-def _operands(eqn: Any, env: dict[Any, Cell]) -> dict[Any, Cell]:
-    return {v: env[v] for v in eqn.invars if not hasattr(v, "val")}
 
 
 def _of_partial(

@@ -1,8 +1,7 @@
-"""Emits a whole program according to its plan."""
+"""Emits a whole program according to its plan: a closed jaxpr with explicit casts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,28 +9,37 @@ import jax
 from jmp_rewrite import _compat
 from jmp_rewrite._emit.emit import Cell, Emitter
 from jmp_rewrite._emit.higher_order import HANDLERS
+from jmp_rewrite._emit.later import Later
 from jmp_rewrite._precision.decide import Plan
 
 
-def run(
+def emit(
     plan: Plan,
-    consts: Sequence[Any],
-    args: Sequence[Any],
+    later: Later,
     emitter_type: type[Emitter] = Emitter,
-) -> list[Any]:
-    """Evaluates a program on its constants and arguments, as its plan says.
+) -> Any:
+    """Writes a program as its plan says.
+
+    Args:
+      plan: the program, and what is done with each equation.
+      later: runs programs that are only known later, derivative rules.
+      emitter_type: what emits the equations.
 
     Returns:
-      Its results with the dtypes and weak types that they had.
+      A closed jaxpr of the program's constants and arguments, whose results have the
+      dtypes and weak types that they had. Every rounding is an equation of its own.
     """
-    emitter = emitter_type(plan, HANDLERS, run)
-    cells = [Cell(x) for x in [*consts, *args]]
-    outvars = _compat.open_jaxpr(plan.graph.top.jaxpr).outvars
-    results = emitter.evaluate(plan.graph.top, cells)
-    return [
-        _as_before(emitter.read_full(cell, var.aval), var.aval)
-        for cell, var in zip(results, outvars, strict=True)
-    ]
+    top = _compat.open_jaxpr(plan.graph.top.jaxpr)
+
+    def rewritten(*values: Any) -> list[Any]:
+        emitter = emitter_type(plan, HANDLERS, later)
+        results = emitter.evaluate(plan.graph.top, [Cell(x) for x in values])
+        return [
+            _as_before(emitter.read_full(cell, var.aval), var.aval)
+            for cell, var in zip(results, top.outvars, strict=True)
+        ]
+
+    return jax.make_jaxpr(rewritten)(*(v.aval for v in [*top.constvars, *top.invars]))
 
 
 def _as_before(x: Any, aval: Any) -> Any:

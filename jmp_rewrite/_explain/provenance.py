@@ -6,12 +6,13 @@ The scopes are taken off again, and what they said is kept beside the jaxpr.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
-from jmp_rewrite import _compat
-from jmp_rewrite._emit import program
+from jmp_rewrite import _compat, _transform
 from jmp_rewrite._emit.emit import Cell, Emitter
 from jmp_rewrite._graph.nodes import Instance
 from jmp_rewrite._graph.scopes import REWRITTEN
@@ -41,24 +42,28 @@ class Emitted(NamedTuple):
       origins: for each open jaxpr inside that was emitted anew, and each of its
         equations, the index of the original equation; several where a call was
         dissolved into the jaxpr that it stood in; none for casts at the end.
+      passes: name of a pass -> how often it has edited; those that have.
     """
 
     closed: Any
     origins: dict[Any, list[Origin]]
+    passes: Mapping[str, int] = MappingProxyType({})
 
 
 def emit(plan: Plan) -> Emitted:
-    """Emits the program of a plan."""
+    """Emits the program of a plan, and runs the passes over it."""
     original = plan.graph.top.jaxpr
     before = _compat.open_jaxpr(original)
+    optimized = _transform.optimized(plan, emitter_type=_Marking)
 
     def rewritten(*args: Any) -> list[Any]:
         with jax.named_scope(REWRITTEN):
-            return program.run(plan, _compat.constants(original), args, _Marking)
+            consts = _compat.constants(original)
+            return _compat.evaluate(optimized.closed, [*consts, *args])
 
     closed = jax.make_jaxpr(rewritten)(*(v.aval for v in before.invars))
     stripping = _Stripping()
-    return Emitted(stripping.strip(closed), stripping.origins)
+    return Emitted(stripping.strip(closed), stripping.origins, optimized.done)
 
 
 class _Stripping:
@@ -83,7 +88,7 @@ class _Stripping:
             origins.append(origin)
         if all(a is b for a, b in zip(eqns, body.eqns, strict=True)):
             return jaxpr
-        clean = _compat.with_equations(jaxpr, eqns)
+        clean = _compat.with_body(jaxpr, eqns=eqns)
         self.origins[_compat.open_jaxpr(clean)] = origins
         return clean
 

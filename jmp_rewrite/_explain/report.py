@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.extend import core as jex
@@ -153,6 +153,11 @@ class Report:
     def layers(self) -> dict[str, str]:
         """What tables call each `layer` of the equations: repeated layers are alike."""
         return summary.fold(row.layer for row in self.equations)
+
+    @property
+    def passes(self) -> Mapping[str, int]:
+        """The passes that did something, with how often; see `use_passes`."""
+        return self._emitted.passes
 
     # ---- figures
 

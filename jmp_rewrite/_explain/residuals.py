@@ -22,7 +22,6 @@ VIEWS = frozenset(
         "broadcast_in_dim",
         "copy",
         "copy_p",
-        "cpu_product",
         "expand_dims",
         "feature_sum",
         "name",
@@ -127,10 +126,10 @@ class Residuals(NamedTuple):
 def operands(eqn: Any) -> list[Any]:
     """Returns the variables that an equation reads, where they are stored."""
     values = [v for v in eqn.invars if not hasattr(v, "val")]
-    if eqn.primitive.name in ("feature_sum", "restore", "unrounded"):
+    if eqn.primitive.name in ("feature_sum", "restore"):
         values = values[:1]  # what is stored is the rounded value
-    if eqn.primitive.name in ("cpu_product", "rounded_product"):
-        values = values[2:]
+    if eqn.primitive.name == "by_device":
+        values = values[: eqn.params["results"]]
     return values
 
 
@@ -161,6 +160,8 @@ class _Origins:
             self._numbers.update(
                 eqn.outvars
             )  # XLA makes them again where they are read
+        elif name == "by_device":
+            self._views.update(zip(eqn.outvars, sources, strict=True))
         elif len(sources) == 1 and name in VIEWS:
             self._views[eqn.outvars[0]] = sources[0]
         elif len(sources) == 1 and name in _COPIES:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, _passes
 from jmp_rewrite._explain.provenance import Emitted, Origin
 from jmp_rewrite._explain.reasons import (
     CALL,
@@ -125,7 +125,7 @@ class _Walk:
         }
 
     def _continues(self, eqn: Any, original: Any) -> bool:
-        if eqn.primitive is not original.primitive:
+        if eqn.primitive is not original.primitive or _pass_of(eqn) is not None:
             return False
         if eqn.primitive.name != "convert_element_type" or self._plan is None:
             return True
@@ -236,31 +236,12 @@ def _without_float32(eqn: Any) -> Verdict:
 
 
 def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
-    if eqn.primitive.name in ("cpu_barrier", "reduce_precision"):
-        why = "keeps XLA:CPU from folding a transpose into the product"
-        return Verdict(INSERTED, why)
-    if eqn.primitive.name == "restore":
-        return Verdict(INSERTED, "some devices compute it again, others read it")
-    if eqn.primitive.name == "unrounded":
-        return Verdict(INSERTED, "a CPU reads it as it was before it was rounded")
-    if eqn.primitive.name == "cpu_product":
-        return Verdict(
-            INSERTED, "a CPU computes the product in another order, or rounds behind it"
-        )
-    if eqn.primitive.name == "feature_sum":
-        return Verdict(INSERTED, "a TPU takes an attention's sum over its features")
-    if eqn.primitive.name == "rounded_product":
-        return Verdict(INSERTED, "one NVIDIA GPU rounds it in the product, as by hand")
-    if eqn.primitive.name in ("reshape", "transpose"):
-        return Verdict(
-            INSERTED, "gives a product its operands, and its result, in this order"
-        )
+    if (name := _pass_of(eqn)) is not None:
+        return Verdict(INSERTED, f"{name}: {_passes.REASONS[name]}")
     if eqn.primitive.name in ("concatenate", "slice"):
         return Verdict(INSERTED, "takes apart or joins what is reshaped, in this order")
     if eqn.primitive.name == "optimization_barrier":
         return Verdict(INSERTED, "keeps a compiler from seeing what it was made of")
-    if eqn.primitive.name == "hold":
-        return Verdict(INSERTED, "keeps XLA:GPU from storing what was rounded")
     if eqn.primitive.name not in CASTS:
         return Verdict(INSERTED, "computed again from what is stored")
     source, target = _dtypes(eqn)
@@ -272,6 +253,14 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
     if before:
         return Verdict(CAST, f"cast: {name} reads {target}")
     return Verdict(CAST, f"cast: {name} was computed in {source}")
+
+
+def _pass_of(eqn: Any) -> str | None:
+    """Returns the pass that has put an equation in, the last one if several."""
+    for element in reversed(_compat.scope_elements(eqn.source_info.name_stack)):
+        if element.name.startswith(_passes.SCOPE):
+            return str(element.name).removeprefix(_passes.SCOPE)
+    return None
 
 
 class _Step(NamedTuple):

@@ -285,6 +285,11 @@ def is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
+def is_backward(node: Node) -> bool:
+    """Whether a node is one of a backward pass, and not computed once more."""
+    return node.place.backward and not node.place.recomputed
+
+
 def reads_float32(eqn: Any) -> bool:
     """Tells whether an equation has a float32 operand or result."""
     return any(is_float32(v.aval) for v in [*eqn.invars, *eqn.outvars])

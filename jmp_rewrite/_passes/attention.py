@@ -21,9 +21,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import Graph, Instance, elements, is_float32, is_literal
+from jmp_rewrite._graph.nodes import (
+    Graph,
+    Instance,
+    elements,
+    is_backward,
+    is_float32,
+    is_literal,
+)
 from jmp_rewrite._passes import on_device
-from jmp_rewrite._passes.again import is_backward
 from jmp_rewrite._precision.cost import reads_half
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins
 from jmp_rewrite._rules.table import Category, reason

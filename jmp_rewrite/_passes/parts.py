@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import Graph, Instance, is_literal
-from jmp_rewrite._passes.again import is_backward
+from jmp_rewrite._graph.nodes import Graph, Instance, is_backward, is_literal
 
 _ADDS = ("add", "add_any")
 _JOINS = ("concatenate", "stack")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,19 +10,14 @@ import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Instance, Node
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._passes.again import computed_again, is_backward
 from jmp_rewrite._passes.attention import FeatureSum, sums_over_features
-from jmp_rewrite._passes.on_device import GPU, TPU_V5E
 from jmp_rewrite._passes.parts import Parts, parts_apart
 from jmp_rewrite._passes.sums import NO_SUMS, sums_behind_loops
 from jmp_rewrite._passes.unstacked import Rest, computed_again_in_loops
-from jmp_rewrite._passes.waiting import starts_late, waits
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import (
-    COSTLY,
     REDUCTIONS,
-    REMADE_ON_GPU,
     moves_exactly,
     reads_half,
     storage,
@@ -40,26 +34,9 @@ class Action:
       HALF: its operands and its results are half. Without it they are float32.
       WIDE: with HALF: it computes in float32, and its results are rounded once.
       EMITS_FULL: with HALF: a product of half operands whose result is float32.
-      HALF_ON_GPU: with EMITS_FULL: a gradient that no product reads; one GPU rounds it.
       SATURATES: with WIDE: rounding never makes an infinity of a finite number.
       ARGUMENT: its results hold nothing but an argument's values, so that rounding
         them saturates as well.
-      HELD: with WIDE: something reads the rounded result in float32, and has to read
-        that one.
-      EXACT_ON_GPU: with HELD: there XLA computes it again where it is read in float32,
-        so that what reads it takes the value that was not rounded.
-      EXACT_ON_CPU: with HELD: there what was not rounded is read in its place, but for
-        what a backward pass reads of a forward pass.
-      AGAIN_ON_GPU: there a backward pass computes its results again to read them in
-        float32.
-      AGAIN_ON_V5E: on a TPU v5e a backward pass computes its results again.
-      CHAIN: it lies between one of these and what is stored, or is one.
-      ANCHOR: it is what is stored, and read behind a barrier.
-      DIVIDES: a backward pass computes what is divided here again from the quotient, on
-        GPUs.
-      WAITS: a part of a cotangent, which a GPU writes when it is complete.
-      STARTS_LATE: a sum whose zeros a GPU fills when its terms are there.
-      SETTLES: it is the maximum of a product's half result, whose cast stays before it.
     """
 
     FULL = 0
@@ -68,18 +45,6 @@ class Action:
     EMITS_FULL = 4
     SATURATES = 8
     ARGUMENT = 16
-    HELD = 32
-    EXACT_ON_GPU = 64
-    AGAIN_ON_GPU = 128
-    AGAIN_ON_V5E = 256
-    CHAIN = 512
-    ANCHOR = 1024
-    SETTLES = 2048
-    HALF_ON_GPU = 4096
-    DIVIDES = 8192
-    WAITS = 16384
-    STARTS_LATE = 32768
-    EXACT_ON_CPU = 65536
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -171,11 +136,6 @@ class Plan:
         """Whether anything is half at all."""
         return any(a & Action.HALF for a in self.actions)
 
-    @functools.cached_property
-    def computes_again(self) -> bool:
-        """Whether a backward pass computes anything again."""
-        return any(a & (Action.ANCHOR | Action.DIVIDES) for a in self.actions)
-
 
 # Says of each node whether its result is half; products run on half operands anyway.
 Placement = Callable[[Graph, Pins], list[bool]]
@@ -233,49 +193,14 @@ def make_plan(
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
-    for node in _read_in_both(graph, pins, actions):
-        actions[node] |= Action.HELD
-        if not _is_read_in_float32(node, graph, pins, actions):
-            continue
-        if _is_exact_on_cpus(node, graph):
-            actions[node] |= Action.EXACT_ON_CPU
-        if pins.whole_step and graph.nodes[node].name in REMADE_ON_GPU:
-            actions[node] |= Action.EXACT_ON_GPU
-    if pins.whole_step and half != np.float16:  # its sums may be too large for it
-        for node in _last_gradients(graph, pins):
-            actions[node] |= Action.HALF_ON_GPU
     if pins.whole_step and placement is cheapest:
-        _compute_again(graph, pins, actions)
-        _settle_maxima(graph, pins, actions)
         halves = [_is_half(a) for a in actions]
-        for node in waits(graph, pins, halves):
-            actions[node] |= Action.WAITS
-        for node in starts_late(graph, pins, halves):
-            actions[node] |= Action.STARTS_LATE
     plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
     if pins.whole_step and placement is cheapest:
         plan.rests = _rests(graph, pins, actions)
         plan.feature_sums = sums_over_features(graph, pins, halves)
         plan.parts = parts_apart(graph)
     return plan
-
-
-def _compute_again(graph: Graph, pins: Pins, actions: list[int]) -> None:
-    """Adds what the backward pass computes again."""
-    again = computed_again(graph, pins, [_is_half(a) for a in actions])
-    for node, devices in again.devices.items():
-        actions[node] |= Action.AGAIN_ON_GPU if GPU in devices else 0
-        actions[node] |= Action.AGAIN_ON_V5E if TPU_V5E in devices else 0
-    for node in again.chain:
-        actions[node] |= Action.CHAIN
-    for node in again.anchors:
-        actions[node] |= Action.ANCHOR
-    for numerator, quotient in again.quotients.items():
-        if actions[numerator] & Action.HELD:
-            if not _is_read_in_float32(numerator, graph, pins, actions):
-                continue
-            actions[numerator] |= Action.EXACT_ON_GPU
-        actions[quotient] |= Action.DIVIDES
 
 
 def _rests(graph: Graph, pins: Pins, actions: Sequence[int]) -> dict[Instance, Rest]:
@@ -291,15 +216,6 @@ def _rests(graph: Graph, pins: Pins, actions: Sequence[int]) -> dict[Instance, R
         )
         for body in {*sums, *again.left_out, *again.computed}
     }
-
-
-def _settle_maxima(graph: Graph, pins: Pins, actions: list[int]) -> None:
-    """Marks the maxima that a softmax takes of a product's half result."""
-    for node in graph.nodes:
-        if node.name == "reduce_max" and _reads_full(actions[node.index]):
-            (source,) = [v.node for v in node.inputs] or [-1]
-            if source >= 0 and reads_half(source, pins) and _is_half(actions[source]):
-                actions[node.index] |= Action.SETTLES
 
 
 def _is_half(action: int) -> bool:
@@ -375,65 +291,6 @@ def _action(
     )
     width = _width(node, graph, pins)
     return action | Action.HALF | (width if native else width | Action.WIDE)
-
-
-def _last_gradients(graph: Graph, pins: Pins) -> set[int]:
-    """Returns the products that make gradients of parameters: no product reads them.
-
-    What a solver's backward pass computes again of its forward pass, and the cotangents
-    of its states, lead to the products of its next step: rounded, a neural ODE's
-    gradients were off by 10.6 epsilons in place of 0.8.
-    """
-    products = [n.index for n in graph.nodes if reads_half(n.index, pins)]
-    reads = graph.predecessors()
-    leads = origins.leads_to_product(products, reads, lambda n: False)
-    return {n for n in products if n not in leads and is_backward(graph.nodes[n])}
-
-
-def _read_in_both(graph: Graph, pins: Pins, actions: Sequence[int]) -> list[int]:
-    """Returns the rounded results that something reads in float32.
-
-    Where they are moved first, in half, as well: XLA moves the rounding with them.
-    """
-    consumers = graph.consumers()
-    in_float32 = {v.node for v in graph.results}
-    for node in reversed(graph.nodes):
-        if any(
-            _reads_full(actions[c])
-            or (c in in_float32 and moves_exactly(graph.nodes[c], pins))
-            for c in consumers[node.index]
-        ):
-            in_float32.add(node.index)
-    return [n for n, a in enumerate(actions) if a & Action.WIDE and n in in_float32]
-
-
-def _reads_full(action: int) -> bool:
-    return not action & Action.HALF or bool(action & Action.WIDE)
-
-
-def _is_read_in_float32(
-    node: int, graph: Graph, pins: Pins, actions: Sequence[int]
-) -> bool:
-    """Tells whether nothing but products reads the rounded value as it is.
-
-    Where the exact one is read in its place, a maximum that is picked from the rounded
-    one would equal none of what it is compared with.
-    """
-    readers = graph.consumers()[node]
-    return all(reads_half(r, pins) or _reads_full(actions[r]) for r in readers)
-
-
-def _is_exact_on_cpus(node: int, graph: Graph) -> bool:
-    """Tells whether a CPU may read a rounded value as it was before.
-
-    A costly function's result is a factor, of which half is enough; XLA:CPU would keep
-    it in float32 for the backward pass. What is picked from has to be what is compared:
-    if a forward pass takes the maximum of exact values, a backward pass that compares
-    rounded ones with it finds none.
-    """
-    names = {graph.nodes[r].name for r in graph.consumers()[node]}
-    is_compared = not names.isdisjoint(_PICKS | _COMPARES)
-    return graph.nodes[node].name not in COSTLY and not is_compared
 
 
 def _width(node: Node, graph: Graph, pins: Pins) -> int:

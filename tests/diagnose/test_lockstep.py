@@ -18,7 +18,6 @@ from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._diagnose.lockstep_calls import HANDLERS
-from jmp_rewrite._emit import program as _rewrite
 from jmp_rewrite._passes import on_device
 from jmp_rewrite._policy import Policy
 
@@ -60,7 +59,7 @@ def lockstep(fun, args, policy="mixed_bfloat16", rounded_less=False):
 
 def as_written(plan, consts, args, rounded_less):
     """Runs the rewritten program with all of its roundings."""
-    rewritten = functools.partial(_rewrite.run, plan, consts)
+    rewritten = functools.partial(_transform.run, plan, consts)
     if not rounded_less:
         return rewritten(args)
     options = {"xla_allow_excess_precision": False}

@@ -1,0 +1,464 @@
+"""The one way in which a pass edits a program.
+
+A program is its bodies: each distinct jaxpr once, however often it is called. A body
+knows who makes and who reads each of its variables. Edits are collected while a pass
+runs, so that the pass sees the program as it found it, and are applied by `commit`.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core as jex
+
+from jmp_rewrite import _compat
+from jmp_rewrite._passes.by_device import Where, by_device
+from jmp_rewrite._passes.program import ASKED, REWRITTEN, ROUNDING, SCOPE, Program
+from jmp_rewrite._rules.held import held_jaxprs, held_parameters
+
+_RECOMPUTATION = "rematted_computation"
+
+
+class Marks(NamedTuple):
+    """What a name stack says of an equation.
+
+    Attributes:
+      backward: whether reverse-mode differentiation made it.
+      recomputed: whether a checkpoint computes it once more.
+      asked: whether a user asked for float32.
+      rewritten: whether an inner `mixed_precision` has made it, passes included.
+    """
+
+    backward: bool = False
+    recomputed: bool = False
+    asked: bool = False
+    rewritten: bool = False
+
+
+class Body:
+    """One jaxpr of a program, with its def-use index.
+
+    Attributes:
+      jaxpr: as the first equation that holds it does, open or closed.
+      eqns: its equations.
+      outvars: its results.
+      calls: (body, index of the equation) for each place that holds it.
+      held: index of an equation -> the bodies that it holds.
+      names: how often each primitive occurs.
+      parameter: variable -> its position among the parameters.
+      maker: variable -> the index of the equation that makes it.
+      readers: variable -> (index, position); the index is -1 for results.
+      data: its values that depend on inputs, once somebody asked.
+      edits: what a pass has asked for.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        body = _compat.open_jaxpr(jaxpr)
+        self.jaxpr = jaxpr
+        self.invars: Sequence[Any] = body.invars
+        self.eqns: Sequence[Any] = body.eqns
+        self.outvars: Sequence[Any] = body.outvars
+        self.calls: list[tuple[Body, int]] = []
+        self.held: dict[int, tuple[Body, ...]] = {}
+        self.edits = _Edits()
+        self.is_changed = False
+        self._marks: set[Marks] | None = None
+        self._index()
+
+    def _index(self) -> None:
+        self.data: set[Any] | None = None
+        self.names = collections.Counter(e.primitive.name for e in self.eqns)
+        self.parameter = {v: i for i, v in enumerate(self.invars)}
+        self.maker: dict[Any, int] = {}
+        self.readers: dict[Any, list[tuple[int, int]]] = {}
+        for index, eqn in enumerate(self.eqns):
+            for position, atom in enumerate(eqn.invars):
+                if not hasattr(atom, "val"):
+                    self.readers.setdefault(atom, []).append((index, position))
+            for var in eqn.outvars:
+                self.maker[var] = index
+        for position, atom in enumerate(self.outvars):
+            if not hasattr(atom, "val"):
+                self.readers.setdefault(atom, []).append((-1, position))
+
+    def find(self, *names: str) -> Iterator[tuple[int, Any]]:
+        """Yields the equations of these primitives, with their indices."""
+        if any(name in self.names for name in names):
+            for index, eqn in enumerate(self.eqns):
+                if eqn.primitive.name in names:
+                    yield index, eqn
+
+    def made_by(self, atom: Any, *names: str) -> Any:
+        """Returns the equation that makes a value; None if it is none of these."""
+        index = -1 if hasattr(atom, "val") else self.maker.get(atom, -1)
+        if index < 0 or (names and self.eqns[index].primitive.name not in names):
+            return None
+        return self.eqns[index]
+
+    def reads(self, var: Any) -> list[tuple[int, int]]:
+        """Returns where a variable is read: (index, position)."""
+        return self.readers.get(var, [])
+
+
+class _Edits:
+    """What is to become of a body."""
+
+    def __init__(self) -> None:
+        self.before: dict[int, list[Any]] = {}
+        self.after: dict[int, list[Any]] = {}
+        self.operands: dict[tuple[int, int], Any] = {}
+        self.instead: dict[int, list[Any]] = {}
+        self.params: dict[int, dict[str, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
+
+class Editor:
+    """A program that is edited.
+
+    Attributes:
+      half: the compute dtype.
+      whole_step: whether the program is a whole train step.
+      bodies: its bodies, callers before what they call.
+      done: name of a pass -> how often it has edited.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.half, self.whole_step = program.half, program.whole_step
+        self._closed = program.closed
+        self._bodies: dict[int, Body] = {}
+        self._order: list[Body] = []
+        self._top = self._add(program.closed)
+        self.done: collections.Counter[str] = collections.Counter()
+        self._name = ""
+        self._traced: dict[Any, Any] = {}
+
+    def _add(self, jaxpr: Any) -> Body:
+        key = id(_compat.open_jaxpr(jaxpr))
+        if key not in self._bodies:
+            body = self._bodies[key] = Body(jaxpr)
+            self._hold(body)
+            self._order.append(body)
+        return self._bodies[key]
+
+    def _hold(self, body: Body) -> None:
+        """Notes what the equations of a body hold."""
+        body.held = {}
+        for index, eqn in enumerate(body.eqns):
+            if held := held_jaxprs(eqn):
+                body.held[index] = tuple(map(self._add, held))
+                for inner in body.held[index]:
+                    inner.calls.append((body, index))
+
+    @property
+    def bodies(self) -> list[Body]:
+        """Its bodies, callers before what they call."""
+        return self._order[::-1]
+
+    def has(self, names: frozenset[str]) -> bool:
+        """Whether any of these primitives occurs."""
+        return any(not names.isdisjoint(b.names) for b in self._order)
+
+    def find(self, *names: str) -> Iterator[tuple[Body, int, Any]]:
+        """Yields equations of these primitives: their bodies, indices, and themselves.
+
+        What an inner `mixed_precision` has rewritten is finished, and left out.
+        """
+        for body in self.bodies:
+            for index, eqn in body.find(*names):
+                if not any(m.rewritten for m in self.marks(body, index)):
+                    yield body, index, eqn
+
+    def was_here(self, body: Body, var: Any) -> bool:
+        """Whether this pass has made, or reads, a variable already."""
+        indices = [index for index, _ in body.reads(var) if index >= 0]
+        indices += [body.maker[var]] if var in body.maker else []
+        return any(self._is_own(body.eqns[index]) for index in indices)
+
+    def _is_own(self, eqn: Any) -> bool:
+        scope = f"{SCOPE}{self._name}"
+        elements = _compat.scope_elements(eqn.source_info.name_stack)
+        return any(scope in e.name.split("/") for e in elements)
+
+    # ---- what the name stack says
+
+    def marks(self, body: Body, index: int) -> set[Marks]:
+        """Returns what is said of an equation, by each way in which it is reached."""
+        own = _marks_of(body.eqns[index])
+        return {_joined(outer, own) for outer in self._outer(body)}
+
+    def _outer(self, body: Body) -> set[Marks]:
+        if body._marks is None:
+            body._marks = {Marks()} if body is self._top else set()
+            for caller, index in body.calls:
+                body._marks |= self.marks(caller, index)
+        return body._marks
+
+    def is_backward(self, body: Body, index: int) -> bool:
+        """Whether an equation is one of a backward pass, wherever it is reached from.
+
+        What a checkpoint computes once more belongs to the forward pass.
+        """
+        marks = self.marks(body, index)
+        return all(m.backward and not m.recomputed for m in marks)
+
+    def is_asked(self, body: Body, index: int) -> bool:
+        """Whether a user asked for the float32 of an equation anywhere."""
+        return any(m.asked for m in self.marks(body, index))
+
+    # ---- edits
+
+    def insert(
+        self,
+        body: Body,
+        index: int,
+        fun: Callable[..., Any],
+        *operands: Any,
+        after: bool = False,
+        **static: Any,
+    ) -> list[Any]:
+        """Computes something before or behind an equation.
+
+        Args:
+          body: the body that holds the equation.
+          index: of the equation.
+          fun: takes arrays and returns a sequence of them. A function of a module: it
+            is traced once for each kind of operands.
+          *operands: variables of the body, or literals.
+          after: whether behind the equation.
+          **static: for `fun`; hashable.
+
+        Returns:
+          The new variables.
+        """
+        eqns, outs = self._spliced(body.eqns[index], fun, operands, static)
+        place = body.edits.after if after else body.edits.before
+        place.setdefault(index, []).extend(eqns)
+        return outs
+
+    def choose(
+        self,
+        body: Body,
+        index: int,
+        stored: Sequence[Any],
+        operands: Sequence[Any],
+        branches: dict[Where, Callable[..., Any]],
+        after: bool = False,
+        required: bool = False,
+        **static: Any,
+    ) -> list[Any]:
+        """Computes, before or behind an equation, what some devices read instead.
+
+        Args:
+          body: the body that holds the equation.
+          index: of the equation.
+          stored: variables that all other devices read.
+          operands: what else the branches need.
+          branches: where -> a function of `stored`, `operands` and `static` that
+            returns what is read there; functions of a module.
+          after: whether behind the equation.
+          required: whether a device cannot run the program without its branch.
+          **static: for the branches; hashable.
+
+        Returns:
+          The new variables, of the same types as `stored`.
+        """
+        static |= {
+            "_branches": tuple(branches.items()),
+            "_count": len(stored),
+            "_required": required,
+        }
+        return self.insert(
+            body, index, _choice, *stored, *operands, after=after, **static
+        )
+
+    def replace(
+        self,
+        body: Body,
+        index: int,
+        fun: Callable[..., Any],
+        *operands: Any,
+        **static: Any,
+    ) -> None:
+        """Computes the results of an equation in another way; see `insert`."""
+        eqn = body.eqns[index]
+        eqns, outs = self._spliced(eqn, fun, operands, static)
+        body.edits.instead[index] = eqns
+        for old, new in zip(eqn.outvars, outs, strict=True):
+            self.read_instead(body, old, new)
+
+    def read(self, body: Body, index: int, position: int, var: Any) -> None:
+        """Makes an equation read another variable; index -1 for the results."""
+        body.edits.operands[index, position] = var
+
+    def read_instead(self, body: Body, var: Any, new: Any) -> None:
+        """Makes all that reads a variable read another one."""
+        for index, position in body.reads(var):
+            body.edits.operands[index, position] = new
+
+    def set_params(self, body: Body, index: int, **params: Any) -> None:
+        """Gives an equation other parameters, of which no type depends."""
+        body.edits.params.setdefault(index, {}).update(params)
+
+    def _spliced(
+        self, like: Any, fun: Callable[..., Any], operands: Any, static: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns a function's equations, in the scope of the pass, and its results."""
+        self.done[self._name] += 1
+        avals = tuple(v.aval for v in operands)
+        key = (fun, avals, tuple(static.items()))
+        if key not in self._traced:
+
+            def flat(*values: Any) -> Any:
+                return fun(*values, **static)
+
+            self._traced[key] = jax.make_jaxpr(flat)(*avals)
+        closed = self._traced[key]
+        body = _compat.open_jaxpr(closed)
+        env = dict(zip(body.invars, operands, strict=True))
+        eqns = []
+        for eqn in body.eqns:
+            invars = [v if hasattr(v, "val") else env[v] for v in eqn.invars]
+            outvars = [jex.Var(v.aval) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outvars, strict=True))
+            new = eqn.replace(invars=invars, outvars=outvars)
+            eqns.append(_compat.in_scope(new, like, f"{SCOPE}{self._name}"))
+        outs = [v if hasattr(v, "val") else env[v] for v in body.outvars]
+        return eqns, outs
+
+    # ---- passes
+
+    def run(self, name: str, fun: Callable[[Editor], None]) -> None:
+        """Runs a pass, and applies what it asked for."""
+        self._name = name
+        fun(self)
+        self.commit()
+
+    def commit(self) -> None:
+        """Applies what was asked for."""
+        for body in self._order:
+            if body.edits:
+                self._apply(body)
+
+    def _apply(self, body: Body) -> None:
+        edits, body.edits = body.edits, _Edits()
+        eqns: list[Any] = []
+        moved: dict[int, int] = {}
+        for index, eqn in enumerate(body.eqns):
+            eqns += edits.before.get(index, ())
+            if index in edits.instead:
+                eqns += edits.instead[index]
+            else:
+                moved[index] = len(eqns)
+                eqns.append(_edited(eqn, index, edits))
+            eqns += edits.after.get(index, ())
+        body.outvars = [
+            edits.operands.get((-1, p), v) for p, v in enumerate(body.outvars)
+        ]
+        body.eqns, body.is_changed = eqns, True
+        body._index()
+        before = body.held
+        body.held = {moved[i]: held for i, held in before.items() if i in moved}
+        for inner in {inner for held in before.values() for inner in held}:
+            inner.calls = [
+                (caller, moved[i] if caller is body else i)
+                for caller, i in inner.calls
+                if caller is not body or i in moved
+            ]
+
+    def finish(self, plain: bool = False) -> Any:
+        """Returns the program, the same object if nothing was edited.
+
+        Args:
+          plain: whether what was decided to be rounded becomes a plain cast.
+        """
+        made: dict[Body, Any] = {}
+        for body in self._order:  # what is called before its callers
+            made[body] = _rebuilt(body, made, plain)
+        return _in_place_of(self._closed, made[self._top])
+
+
+def _edited(eqn: Any, index: int, edits: _Edits) -> Any:
+    invars = [edits.operands.get((index, p), v) for p, v in enumerate(eqn.invars)]
+    params = edits.params.get(index)
+    if params is None and all(a is b for a, b in zip(invars, eqn.invars, strict=True)):
+        return eqn
+    return eqn.replace(invars=invars, params={**eqn.params, **(params or {})})
+
+
+def _rebuilt(body: Body, made: dict[Body, Any], plain: bool) -> Any:
+    """Returns the open jaxpr of a body, with those that it holds as they are now."""
+    eqns = list(body.eqns)
+    is_changed = body.is_changed
+    if plain:
+        for index, eqn in body.find(ROUNDING):
+            eqns[index] = _compat.as_cast(eqn)
+            is_changed = True
+    for index, held in body.held.items():
+        eqn, jaxprs = eqns[index], iter(held)
+        new = {}
+        for key in held_parameters(eqn.primitive.name):
+            old = eqn.params[key]
+            if isinstance(old, (tuple, list)):
+                parts = tuple(_in_place_of(j, made[next(jaxprs)]) for j in old)
+                same = all(a is b for a, b in zip(parts, old, strict=True))
+                new[key] = old if same else parts
+            else:
+                new[key] = _in_place_of(old, made[next(jaxprs)])
+        if any(new[key] is not eqn.params[key] for key in new):
+            eqns[index] = eqn.replace(params={**eqn.params, **new})
+            is_changed = True
+    before = _compat.open_jaxpr(body.jaxpr)
+    if not is_changed:
+        return before
+    return before.replace(eqns=eqns, outvars=list(body.outvars))
+
+
+def _in_place_of(old: Any, made: Any) -> Any:
+    """Returns an open jaxpr as closed as the one in whose place it stands."""
+    before = _compat.open_jaxpr(old)
+    if before is made or before is old:
+        return old if before is made else made
+    return old.replace(jaxpr=made)  # JAX < 0.11: two kinds
+
+
+def _choice(
+    *values: Any,
+    _branches: tuple[tuple[Where, Callable[..., Any]], ...],
+    _count: int,
+    _required: bool,
+    **static: Any,
+) -> list[Any]:
+    def bound(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *values: fun(*values, **static)
+
+    branches = {where: bound(fun) for where, fun in _branches}
+    return by_device(values[:_count], values[_count:], branches, _required)
+
+
+def _marks_of(eqn: Any) -> Marks:
+    elements = _compat.scope_elements(eqn.source_info.name_stack)
+    if not elements:
+        return Marks()
+    return _marks(elements)
+
+
+@functools.lru_cache(maxsize=8192)
+def _marks(elements: tuple[Any, ...]) -> Marks:
+    scopes = [p for e in elements if _compat.is_scope(e) for p in e.name.split("/")]
+    transforms = [e.name for e in elements if not _compat.is_scope(e)]
+    return Marks(
+        "transpose" in transforms,
+        _RECOMPUTATION in scopes,
+        ASKED in scopes,
+        REWRITTEN in scopes,
+    )
+
+
+def _joined(outer: Marks, own: Marks) -> Marks:
+    return Marks(*(a or b for a, b in zip(outer, own, strict=True)))

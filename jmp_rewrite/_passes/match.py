@@ -1,0 +1,272 @@
+"""What passes ask of a program: half products, and what leads where, through calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jmp_rewrite import _compat
+from jmp_rewrite._passes.by_device import BY_DEVICE
+from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._rules.held import CALLS, LEFT_ALONE
+from jmp_rewrite._rules.table import PRODUCTS
+
+FLOAT32 = np.dtype(np.float32)
+_FLOATS = frozenset({"bfloat16", "float16", "float32"})
+
+
+def is_float32(atom: Any) -> bool:
+    """Whether a variable or literal is a float32 array."""
+    return getattr(atom.aval, "dtype", None) is FLOAT32
+
+
+def is_half_product(eqn: Any, half: np.dtype) -> bool:
+    """Whether an equation is a product of two half operands."""
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    return all(v.aval.dtype == half for v in eqn.invars[:2])
+
+
+def is_widening(eqn: Any, half: np.dtype) -> bool:
+    """Whether an equation casts half to float32."""
+    if eqn is None or eqn.primitive.name != "convert_element_type":
+        return False
+    return eqn.invars[0].aval.dtype == half and is_float32(eqn.outvars[0])
+
+
+def is_float(atom: Any) -> bool:
+    """Whether an atom is an array of float32 or half numbers."""
+    return getattr(getattr(atom.aval, "dtype", None), "name", "") in _FLOATS
+
+
+# ---- across the boundaries of jaxprs
+
+_Call = tuple[Body, int]
+
+
+def enters(body: Body, index: int, position: int) -> list[tuple[Body, int]]:
+    """Returns the parameters that an operand of a call becomes inside."""
+    eqn, held = body.eqns[index], body.held[index]
+    name = eqn.primitive.name
+    if name == "cond":
+        return [(inner, position - 1) for inner in held] if position else []
+    if name != "while":
+        return [(held[0], position)]
+    tests, own = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    if position < tests:
+        return [(held[0], position)]
+    if position < tests + own:
+        return [(held[1], position - tests)]
+    carry = position - tests - own
+    return [(held[0], tests + carry), (held[1], own + carry)]
+
+
+def made_inside(body: Body, index: int, position: int) -> list[tuple[Body, Any]]:
+    """Returns the results inside that become a result of a call."""
+    held = body.held[index]
+    if body.eqns[index].primitive.name == "while":
+        held = held[1:]
+    return [(inner, inner.outvars[position]) for inner in held]
+
+
+def carried(eqn: Any) -> range:
+    """Returns which operands of a loop are carries; of anything else, none."""
+    if eqn.primitive.name == "scan":
+        consts, carries = _compat.scan_split(eqn.params)
+        return range(consts, consts + carries)
+    if eqn.primitive.name == "while":
+        first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        return range(first, len(eqn.invars))
+    return range(0)
+
+
+def fed_by(body: Body, position: int, call: _Call) -> Iterator[tuple[Body, Any]]:
+    """Yields what a parameter is at one call: its operand, and what is handed on."""
+    caller, index = call
+    eqn = caller.eqns[index]
+    carries = carried(eqn)
+    for operand, atom in enumerate(eqn.invars):
+        if (body, position) in enters(caller, index, operand):
+            yield caller, atom
+            if operand in carries:
+                yield from made_inside(caller, index, operand - carries[0])
+
+
+def given(body: Body, var: Any) -> list[tuple[Body, Any]]:
+    """Returns what a parameter is at each call; nothing if it is a carry.
+
+    An argument of the program is none either.
+    """
+    found = []
+    for caller, index in dict.fromkeys(body.calls):
+        eqn = caller.eqns[index]
+        carries = carried(eqn)
+        for operand, atom in enumerate(eqn.invars):
+            if (body, body.parameter.get(var)) in enters(caller, index, operand):
+                if operand in carries:
+                    return []
+                found.append((caller, atom))
+    return found
+
+
+def is_call(eqn: Any) -> bool:
+    """Whether an equation calls one jaxpr once."""
+    return eqn.primitive.name in CALLS
+
+
+def feeding(
+    starts: Iterable[tuple[Body, Any]],
+    through: Callable[[Body, int], bool] = lambda body, index: True,
+) -> set[tuple[Body, Any]]:
+    """Returns the float values that lead to these, and these, through calls and loops.
+
+    Args:
+      starts: variables, with the bodies that they stand in.
+      through: whether an equation without a jaxpr is followed from its results to its
+        operands.
+    """
+    found: set[tuple[Body, Any]] = set()
+    # With the calls that were entered: one is left where it was entered.
+    seen: set[tuple[Body, Any, tuple[_Call, ...]]] = set()
+    stack: list[tuple[Body, Any, tuple[_Call, ...]]] = [(b, v, ()) for b, v in starts]
+    while stack:
+        body, var, calls = stack.pop()
+        if hasattr(var, "val") or not is_float(var) or (body, var, calls) in seen:
+            continue
+        seen.add((body, var, calls))
+        found.add((body, var))
+        index = body.maker.get(var, -1)
+        if index < 0:
+            if var in body.parameter:
+                left = calls[-1:] or tuple(dict.fromkeys(body.calls))
+                for call in left:
+                    for place, atom in fed_by(body, body.parameter[var], call):
+                        inside = place is not call[0]
+                        stack.append((place, atom, calls if inside else calls[:-1]))
+            continue
+        eqn = body.eqns[index]
+        position = next(i for i, v in enumerate(eqn.outvars) if v is var)
+        if eqn.primitive is BY_DEVICE:
+            stack.append((body, eqn.invars[position], calls))
+        elif index not in body.held:
+            if through(body, index):
+                stack += [(body, v, calls) for v in eqn.invars]
+        else:
+            inside = made_inside(body, index, position)
+            stack += [(b, v, (*calls, (body, index))) for b, v in inside]
+            if carries := carried(eqn)[position : position + 1]:
+                stack.append((body, eqn.invars[carries[0]], calls))
+    return found
+
+
+def makers(editor: Editor, body: Body, atom: Any) -> list[tuple[Body, int]]:
+    """Returns the equations that make a value, seen through calls.
+
+    An index of -1 stands for what no equation makes: a number, an argument of the
+    program, or a carry.
+    """
+    if hasattr(atom, "val"):
+        return [(body, -1)]
+    index = body.maker.get(atom, -1)
+    if index >= 0:
+        eqn = body.eqns[index]
+        if not is_call(eqn):
+            return [(body, index)]
+        position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+        (inner, made), *_ = made_inside(body, index, position)
+        return makers(editor, inner, made)
+    found = [place for source in given(body, atom) for place in makers(editor, *source)]
+    return found or [(body, -1)]
+
+
+def uses(body: Body, var: Any) -> Iterator[tuple[Body, int, int]]:
+    """Yields where a value is read: (body, index, position), seen through calls.
+
+    An index of -1 stands for a result of the program, of a loop or of a branch. A loop
+    reads its carries itself; what it is given beside them is read inside.
+    """
+    for index, position in body.reads(var):
+        if index < 0:
+            yield from _returned(body, position)
+        elif index in body.held and position not in carried(body.eqns[index]):
+            for inner, parameter in enters(body, index, position):
+                yield from uses(inner, inner.invars[parameter])
+        else:
+            yield body, index, position
+
+
+def _returned(body: Body, position: int) -> Iterator[tuple[Body, int, int]]:
+    calls = dict.fromkeys(body.calls)
+    if not calls:
+        yield body, -1, position
+    for caller, index in calls:
+        eqn = caller.eqns[index]
+        if is_call(eqn):
+            yield from uses(caller, eqn.outvars[position])
+        else:
+            yield body, -1, position
+
+
+# A known number stays known through these.
+_KEEPS_NUMBER = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "reshape",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
+
+
+def number_of(body: Body, atom: Any) -> Any:
+    """Returns the number that all elements of a value are, seen through calls."""
+    while not hasattr(atom, "val"):
+        index = body.maker.get(atom, -1)
+        if index < 0:
+            found = {number_of(*source) for source in given(body, atom)}
+            return found.pop() if len(found) == 1 else None
+        eqn = body.eqns[index]
+        if is_call(eqn):
+            position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+            ((body, atom),) = made_inside(body, index, position)
+        elif eqn.primitive.name in _KEEPS_NUMBER:
+            (atom,) = eqn.invars
+        else:
+            return None
+    return None if np.ndim(atom.val) else atom.val
+
+
+# What these make is data although they read no float: random numbers.
+_DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
+
+
+def depends_on_inputs(body: Body, atom: Any) -> bool:
+    """Whether a value comes from more than integers, literals and constants."""
+    return not hasattr(atom, "val") and atom in _data(body)
+
+
+def _data(body: Body) -> set[Any]:
+    """Returns the float values of a body that depend on inputs."""
+    if body.data is None:
+        body.data = {v for v in body.invars if _is_data(body, v)}
+        for index, eqn in enumerate(body.eqns):
+            if (
+                index in body.held
+                or eqn.primitive.name in _DATA
+                or any(v in body.data for v in eqn.invars if not hasattr(v, "val"))
+            ):
+                body.data.update(v for v in eqn.outvars if is_float(v))
+    return body.data
+
+
+def _is_data(body: Body, var: Any) -> bool:
+    sources = given(body, var)
+    return is_float(var) and (
+        not sources or any(depends_on_inputs(*source) for source in sources)
+    )

