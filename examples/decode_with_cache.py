@@ -158,7 +158,7 @@ def load_text() -> tuple[np.ndarray, str]:
 
 
 def main(argv: list[str] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Trains and generates; returns the logits behind the prompt, in both precisions."""
+    """Trains and generates; returns the first logits, in both precisions."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--policy", default="mixed_bfloat16")
     parser.add_argument("--steps", type=int, default=400)
@@ -176,12 +176,12 @@ def main(argv: list[str] | None = None) -> tuple[np.ndarray, np.ndarray]:
     opt_state = tx.init(params)
     train_step, rng = make_train_step(tx, args), np.random.default_rng(0)
     losses = []
-    for step in range(1, args.steps + 1):
+    for _ in range(args.steps):
         starts = rng.integers(0, len(data) - args.length, args.batch)
         tokens = np.stack([data[i : i + args.length] for i in starts])
         params, opt_state, loss = train_step(params, opt_state, tokens)
         losses.append(float(loss))
-    print(f"trained for {step} steps, loss {np.mean(losses[-50:]):.2f}")
+    print(f"trained for {args.steps} steps, loss {np.mean(losses[-50:]):.2f}")
 
     prompt = np.array([[alphabet.index(c) for c in args.prompt]], np.int32)
     tokens, half = make_generate(args, args.policy)(params, prompt)
