@@ -44,6 +44,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
     "benchmarks/NOTES.md": "benchmark_notes.md",
 }
 _REPOSITORY = "https://github.com/jmp-rewrite/jmp_rewrite/blob/main/"
