@@ -36,14 +36,19 @@ napoleon_attr_annotations = False
 myst_heading_anchors = 3
 
 # README and the pages in here link to one another, and to other files, by their paths
-# in the repository. Files that are pages here become links to those, others downloads.
+# in the repository; README's links are absolute, because package indexes show it too.
+# Files that are pages here become links to those. Other files become downloads where a
+# page links to them by a path, and stay links into the repository where README does.
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
     "benchmarks/NOTES.md": "benchmark_notes.md",
 }
+_REPOSITORY = "https://github.com/jmp-rewrite/jmp_rewrite/blob/main/"
+_ABSOLUTE = re.compile(rf"\]\({re.escape(_REPOSITORY)}([^)#\s]+)([^)\s]*)\)")
 _LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)([^)\s]*)\)")
 
 
@@ -57,7 +62,12 @@ def _as_seen_from_docs(text, folder):
             target = f"../{path}"
         return f"]({target}{link[2]})"
 
-    return _LINK.sub(turned, text)
+    def made_relative(link):
+        target = PAGES.get(link[1]) or link[1].removeprefix("docs/")
+        is_page = (ROOT / "docs" / target).exists()
+        return f"]({target}{link[2]})" if is_page else link[0]
+
+    return _ABSOLUTE.sub(made_relative, _LINK.sub(turned, text))
 
 
 def _on_read(app, name, content):

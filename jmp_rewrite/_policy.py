@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger("jmp_rewrite")
 
 
 class Policy:
-    """What runs in which precision: a compute dtype, and what departs from its rules.
+    """What runs in which precision: a compute dtype, and exceptions from its rules.
 
     Frozen and hashable, so it can be a static argument of `jax.jit`. It prints as it
     was written; two policies are equal if they mean the same, `Policy("mixed_float16")`
@@ -46,21 +46,22 @@ class Policy:
             `auto_compute_dtype`); a dtype; jmp's form
             `"params=float32,compute=float16,output=float32"`, short `"c=f16"`; or the
             policy object of another library, `jmp.Policy` or Keras' `DTypePolicy`.
-        rules: primitive name to `Category` (or its string), over the defaults, for
-            example `{"exp": "infer"}`. A `Primitive` object stands for one's own.
+        rules: primitive name to `Category` (or its string), overriding the defaults,
+            for example `{"exp": "infer"}`. Give your own primitive as a `Primitive`
+            object.
         scopes: regular expression to `"float32"` or `"half"`, searched in the path of
             name scopes, for example `{"decoder/lm_head": "float32"}`.
         loss_scale: `"dynamic"`, a number > 0, or `None`. By default `"dynamic"` for
-            float16, whose gradients underflow, and `None` otherwise. Only
-            `make_train_step` and the user read it.
+            float16, whose gradients underflow, and `None` otherwise. It is
+            for `make_train_step`, and for you: `loss_scaling(tx, policy.loss_scale)`.
         reduce_dtype: the dtype in which gradients are summed over devices. `None` is
             float32. The compute dtype sends half the bytes, as `reduce_dtype` of
             PyTorch's FSDP does, and rounds each device's part.
 
     Raises:
         ValueError: for an unknown string, dtype, rule, category or scope value; a
-            pattern that is no regular expression; a scope `"half"` under float32; a
-            loss scale that is not positive and finite; another reduce_dtype than
+            pattern that is not a regular expression; a scope `"half"` under float32; a
+            loss scale that is not positive and finite; a reduce_dtype other than
             float32 and the compute dtype; or other parameters or outputs than float32,
             in jmp's form or an object, since parameters and results keep their dtypes.
         TypeError: for an argument of a wrong type.
@@ -248,7 +249,7 @@ _CURRENT = jax.make_user_context(None)
 
 
 def get_policy() -> Policy:
-    """Return the policy that `policy=None` means: `Policy("auto")` unless set.
+    """Return the default policy, which `policy=None` means: `"auto"` unless set.
 
     Example:
         >>> with use_policy("mixed_float16"):
@@ -259,15 +260,15 @@ def get_policy() -> Policy:
 
 
 def set_policy(policy: PolicyLike) -> None:
-    """Set the policy that `policy=None` means, in every thread of the process.
+    """Set the default policy, which `policy=None` means, in every thread.
 
     Jitted code that depends on it is traced again.
 
     Args:
-        policy: a `Policy`, a string or a dtype; `None` forgets what was set.
+        policy: a `Policy`, a string or a dtype; `None` resets it to `"auto"`.
 
     Raises:
-        ValueError: for an unknown policy; what was set stays.
+        ValueError: for an unknown policy; the default policy stays as it was.
 
     Example:
         >>> set_policy("mixed_bfloat16")
@@ -280,7 +281,7 @@ def set_policy(policy: PolicyLike) -> None:
 
 @contextlib.contextmanager
 def use_policy(policy: PolicyLike) -> Iterator[Policy]:
-    """Set the policy that `policy=None` means for a block, in this thread.
+    """Set the default policy for a block of code, in this thread.
 
     Args:
         policy: a `Policy`, a string or a dtype.
@@ -301,14 +302,14 @@ def is_policy_set() -> bool:
 
 
 def check_device(policy: PolicyLike = None) -> DeviceCheck:
-    """Return, and log, whether a policy will be fast on this process's devices.
+    """Whether a policy will be fast on this process's devices; the answer is logged.
 
     Args:
         policy: a `Policy`, a string, a dtype, or `None` for the default policy.
 
     Returns:
         A `DeviceCheck`, whose `str()` is the message. It is logged to the logger
-        `"jmp_rewrite"`: as information if all is well, else as a warning.
+        `"jmp_rewrite"`: as information if it is fast, as a warning otherwise.
 
     Raises:
         ValueError: for an unknown policy.

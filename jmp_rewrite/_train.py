@@ -31,12 +31,12 @@ def make_train_step(
     has_aux: bool = False,
     donate: bool = True,
 ) -> Callable[..., Any]:
-    """Returns the jitted train step in mixed precision of a loss and an optimizer.
+    """Returns a jitted train step in mixed precision for a loss and an optimizer.
 
     Forward pass, backward pass, loss scaling and optimizer update are one program.
-    The optimizer is given `value`, `grad` and `value_fn` too, for those that ask for
-    them. What a step carries beyond these (batch-norm statistics, averages, keys)
-    comes back through `aux`: keep it with `where_applied`.
+    The optimizer also gets `value`, `grad` and `value_fn`, if it asks for them. Return
+    batch statistics, averages or keys through `aux`, and protect them with
+    `where_applied`.
 
     Args:
         loss_fn: `(params, batch) -> loss`, or `(loss, aux)` with `has_aux`; the loss is
@@ -45,17 +45,18 @@ def make_train_step(
         policy: a `Policy`, a string, a dtype, or None for the default policy at the
             time of tracing.
         has_aux: whether `loss_fn` returns a pair.
-        donate: whether the buffers of `params` and `opt_state` are reused for their
-            successors; the arrays passed in are gone then.
+        donate: whether the buffers of `params` and `opt_state` are reused for the new
+            ones. The arrays that you passed in are then deleted: pass False in a
+            notebook, where you look at them again.
 
     Returns:
         `(params, opt_state, batch) -> (params, opt_state, loss)`, and `aux` as a fourth
         with `has_aux`. The loss is not scaled.
 
     Raises:
-        ValueError: `loss_fn` is no function, `tx` no optax transformation, or the
-            policy asks for loss scaling and `tx` has none (for a default policy, when
-            the step is called).
+        ValueError: `loss_fn` is not a function, `tx` is not an optax transformation, or
+            the policy asks for loss scaling and `tx` has none (for a default policy,
+            when the step is called).
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -111,11 +112,11 @@ def make_train_step(
 def enable_mixed_precision_graph_rewrite(
     tx: optax.GradientTransformation, loss_scale: Any = "dynamic"
 ) -> optax.GradientTransformationExtraArgs:
-    """TensorFlow's one line: sets `"mixed_float16"` and wraps the optimizer.
+    """Sets the policy to `"mixed_float16"` and wraps the optimizer, as in TensorFlow.
 
-    Unlike in TensorFlow this is not all: the train step still has to be decorated
-    with `@mixed_precision`, and its loss passed through `scale_loss`. `make_train_step`
-    does both.
+    Unlike in TensorFlow, the train step still has to be decorated with
+    `@mixed_precision`, and its loss passed through `scale_loss`. `make_train_step` does
+    both.
 
     Args:
         tx: an optax transformation without loss scaling.
@@ -125,8 +126,8 @@ def enable_mixed_precision_graph_rewrite(
         `loss_scaling(tx, loss_scale)`.
 
     Raises:
-        ValueError: another policy has been set, `tx` is no optax transformation or has
-            loss scaling already; nothing has been set then.
+        ValueError: another policy has been set, `tx` is not an optax transformation, or
+            has loss scaling already. The policy is then left as it was.
 
     Example:
         >>> import optax

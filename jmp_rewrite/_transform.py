@@ -117,23 +117,24 @@ def mixed_precision(
 ) -> Any:
     """Runs a function in mixed precision, with the results' dtypes unchanged.
 
-    Matrix products and convolutions run on half operands and accumulate in float32;
-    what is safe in half between them runs in half; everything else, above all the
-    train state, stays float32. The function is traced to a jaxpr, every equation is
-    given a precision (inside loops, branches, checkpoints and custom derivative rules
-    too), and the program is emitted again with casts at the boundaries.
+    Matrix multiplications and convolutions run on half operands and accumulate in
+    float32. Operations between them run in half precision where that is safe and saves
+    memory. Everything else, above all the train state, stays float32. The function is
+    traced to a jaxpr, every equation is given a precision (inside loops, branches,
+    checkpoints and custom derivative rules too), and the program is emitted again with
+    casts at the boundaries.
 
     Put it around a whole train step (forward, backward, optimizer update, metrics) and
     inside `jax.jit`; or around a loss or a forward function that is differentiated
     afterwards. Both give float32 gradients for float32 parameters. A whole step is
-    faster, because a weight is then cast once a step. It traces at each call, as
-    `jax.grad` does.
+    faster, because each weight is then cast only once. The function is traced at each
+    call, as by `jax.grad`, so put `jax.jit` outside.
 
     Args:
-      fun: the function. Its arguments and results are pytrees; leaves that are no
-        arrays pass through as they are. Only float32 arrays are ever rounded.
+      fun: the function. Its arguments and results are pytrees; non-array
+        leaves pass through as they are. Only float32 arrays are ever rounded.
       policy: a `Policy`, a string such as "mixed_bfloat16", or a dtype; None for the
-        default policy (see `set_policy`). It may also stand in the place of `fun`, in
+        default policy (see `set_policy`). It may also take the place of `fun`, as in
         the decorator `@mixed_precision("mixed_float16")`.
       static_argnums: positions of arguments that are passed on as they are, even if
         they are arrays.
@@ -146,9 +147,9 @@ def mixed_precision(
 
     Raises:
       TypeError: if `fun` is neither callable nor a policy, or a static argument is
-        named by something else than an integer or a string.
+        given as anything other than an integer or a string.
       ValueError: for an unknown policy, or a static argument that `fun` or the call
-        has not got.
+        does not have.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -502,7 +503,7 @@ def _log_opaque(left_alone: Sequence[nodes.Opaque]) -> None:
 
 
 def mixed_precision_jaxpr(closed_jaxpr: Any, policy: PolicyLike = None) -> Any:
-    """Rewrites a closed jaxpr: the step of `mixed_precision` that needs no function.
+    """Rewrites a closed jaxpr to mixed precision, as `mixed_precision` does a function.
 
     Args:
       closed_jaxpr: the program, as `jax.make_jaxpr` returns it.
@@ -513,7 +514,7 @@ def mixed_precision_jaxpr(closed_jaxpr: Any, policy: PolicyLike = None) -> Any:
       "float32" it is `closed_jaxpr` itself.
 
     Raises:
-      TypeError: if `closed_jaxpr` is no closed jaxpr.
+      TypeError: if `closed_jaxpr` is not a `ClosedJaxpr`.
       ValueError: for an unknown policy.
 
     Example:

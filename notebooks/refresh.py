@@ -6,9 +6,11 @@ A NAME is that of a notebook here, without its ending; without one, all are run.
 runs top to bottom in a fresh kernel on this machine's default device, in an empty
 folder and without downloads. An error in a cell is an error here.
 
-Kept are the text that a reader sees and small pictures. Dropped is what differs between
-two runs or two machines for no reason: execution counts and times, HTML, what went to
-stderr, the kernel's version. A cell's id is the hash of its source. It needs nbclient,
+Kept are the text, the reports and the small pictures that a reader sees. Dropped is
+what differs between two runs or two machines for no reason: execution counts and times,
+what went to stderr, the kernel's version. Kept is the version of JAX that made them. A
+cell's id is the hash of its source. Cells with the tag `times` print times, those with
+`varies` what depends on the machine: tests compare all others. It needs nbclient,
 nbformat and ipykernel: pip install -e '.[tests]'.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
+import importlib.metadata
 import io
 import os
 import pathlib
@@ -33,8 +36,10 @@ NAMES = ("quickstart", "float16_and_loss_scaling", "how_it_works")
 
 # What Colab reads: which run-time to offer.
 _METADATA = ("accelerator", "colab")
+# A cell's tags, and whether Colab and Jupyter fold its code.
+_CELL = ("tags", "cellView", "jupyter")
 _KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-_PICTURE_BYTES, _COLORS = 40_000, 64
+_PICTURE_BYTES, _COLORS = 60_000, 64
 
 
 def read(name: str, folder: pathlib.Path = HERE) -> Any:
@@ -73,12 +78,13 @@ def normal(notebook: Any) -> Any:
     """Returns a copy in the form in which notebooks are kept."""
     notebook = nbformat.from_dict(notebook)
     kept = {k: notebook.metadata[k] for k in _METADATA if k in notebook.metadata}
-    notebook.metadata = nbformat.from_dict({**kept, "kernelspec": _KERNEL})
+    jax = {"jax": ".".join(importlib.metadata.version("jax").split(".")[:2])}
+    notebook.metadata = nbformat.from_dict({**kept, **jax, "kernelspec": _KERNEL})
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     for cell in notebook.cells:
         cell.id = hashlib.sha256(cell.source.encode()).hexdigest()[:8]
-        tags = cell.metadata.get("tags")
-        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        kept = {k: cell.metadata[k] for k in _CELL if k in cell.metadata}
+        cell.metadata = nbformat.from_dict(kept)
         if cell.cell_type == "code":
             cell.execution_count = None
             cell.outputs = _outputs(cell.outputs)
@@ -110,7 +116,10 @@ def _as_shown(text: str) -> str:
 
 
 def _shown(output: Any) -> Any:
-    data = {k: v for k, v in output.data.items() if k in ("text/plain", "image/png")}
+    kinds = ("text/plain", "text/html", "image/png")
+    data = {k: v for k, v in output.data.items() if k in kinds}
+    if "text/plain" in data:  # what a reader sees is the picture or the page beside it
+        data["text/plain"] = data["text/plain"].partition(" at 0x")[0]
     if "image/png" in data:
         data["image/png"] = _small(data["image/png"])
     return nbformat.v4.new_output(output.output_type, data=data)

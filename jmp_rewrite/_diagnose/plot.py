@@ -13,6 +13,7 @@ import numpy as np
 
 from jmp_rewrite._diagnose.counts import SPOILT
 from jmp_rewrite._diagnose.distance import BINS, LOWEST
+from jmp_rewrite._explain import figure as figures
 
 # float16: the smallest subnormal and normal numbers, and what is just above the largest
 # (IEEE 754 binary16).
@@ -22,11 +23,12 @@ _SHOWN = 1e-9  # errors below are drawn here
 
 def figure(d: Any) -> Any:
     """Draws a diagnosis."""
-    from matplotlib.figure import Figure
-
     has_gradients = bool(np.any(d.gradients))
     panels = 2 if has_gradients else 1
-    result = Figure(figsize=(6.4 * panels, 3.8), dpi=120, layout="constrained")
+    size = 6.4 * panels, 3.8
+    result = figures.new(
+        "diagnosis.plot()", figsize=size, dpi=120, layout="constrained"
+    )
     axes = result.subplots(1, panels, squeeze=False)[0]
     _draw_depth(axes[0], d)
     if has_gradients:

@@ -151,7 +151,10 @@ def _rich_table(rows: Sequence[Sequence[str]], width: int) -> str:
     for row in rows[1:]:
         table.add_row(*row)
     out = io.StringIO()
-    Console(file=out, width=width, color_system=None, highlight=False).print(table)
+    console = Console(
+        file=out, width=width, color_system=None, highlight=False, force_jupyter=False
+    )
+    console.print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

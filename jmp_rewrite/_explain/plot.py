@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jmp_rewrite._explain import figure as figures
 from jmp_rewrite._explain.summary import Scope
 from jmp_rewrite._explain.units import bytes_text, count_text
 
@@ -28,15 +29,11 @@ def plot(title: str, scopes: Sequence[Scope]) -> Figure:
     Raises:
       ImportError: if matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
-    except ImportError:
-        raise ImportError(
-            "report.plot() needs matplotlib: pip install 'jmp_rewrite[report]'"
-        ) from None
     shown = list(scopes[:_SCOPES])[::-1]
-    figure = Figure(figsize=(8, 1.4 + 0.3 * max(len(shown), 2)), dpi=120)
+    size = 8, 1.4 + 0.3 * max(len(shown), 2)
+    figure = figures.new("report.plot()", figsize=size, dpi=120)
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
     left = [0] * len(shown)

@@ -86,9 +86,15 @@ class _Walk:
                 )
                 return
             origins = [(i,) for i in range(len(body.eqns))]
-        steps = [self._step(o, use, place, caller) for o in origins]
-        made = self._made(body.eqns, origins, steps)
-        for index, (eqn, step) in enumerate(zip(body.eqns, steps, strict=True)):
+        rows = [
+            (part, origin, step)
+            for eqn, origin in zip(body.eqns, origins, strict=True)
+            for step in [self._step(origin, use, place, caller)]
+            for part in _opened(eqn, step.eqn)
+        ]
+        eqns, origins, steps = ([row[i] for row in rows] for i in range(3))
+        made = self._made(eqns, origins, steps)
+        for index, (eqn, step) in enumerate(zip(eqns, steps, strict=True)):
             if made.get(origins[index]) == index:
                 self._made_from(eqn, step)
             else:
@@ -214,6 +220,18 @@ class _Walk:
 def _inside(eqn: Any, place: Place) -> Place:
     """Returns the place of an equation of a jaxpr that stands somewhere."""
     return inner_place(place, _compat.scope_elements(eqn.source_info.name_stack))
+
+
+def _opened(eqn: Any, original: Any) -> Sequence[Any]:
+    """Returns the equations of a call that the rewrite has made of one equation.
+
+    A product before differentiation has a derivative of its own.
+    """
+    is_call = eqn.primitive.name == "custom_jvp_call"
+    if not is_call or original is None or original.primitive is eqn.primitive:
+        return (eqn,)
+    (held,) = held_jaxprs(eqn)
+    return list(_compat.open_jaxpr(held).eqns)
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -123,13 +123,13 @@ def full_precision(fun: None = None) -> _FullPrecision: ...
 def full_precision(fun: Callable[..., Any] | None = None) -> Any:
     """Keeps the original dtypes of everything that is traced inside.
 
-    For the one computation of a model that must not run in half precision, forward
-    and backward: a loss with a delicate cancellation, a solver, a metric. It wins over
-    `scopes`, `rules` and the table.
+    Use it for a computation that must not run in half precision, forward or backward:
+    a loss with a delicate cancellation, a solver, a metric. It wins over `scopes`,
+    `rules` and the rule table.
 
-    It is a name scope, so it has to be around code while that code is being traced:
-    inside the decorated function, not around a call of an already jitted one. Like
-    every name scope it is no part of `jax.jit`'s cache key.
+    It is a name scope, so it acts while code is traced: put it inside the decorated
+    function, not around a call of a function that is jitted already. Like every name
+    scope it is not part of `jax.jit`'s cache key.
 
     Args:
       fun: the function to decorate, or None for the context manager.
@@ -138,7 +138,7 @@ def full_precision(fun: Callable[..., Any] | None = None) -> Any:
       The decorated function, or an object that is a context manager and a decorator.
 
     Raises:
-      TypeError: if `fun` is no function.
+      TypeError: if `fun` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -78,10 +78,10 @@ def unscale_tree(grads: Any, scale: jax.Array) -> Any:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Says whether a tree holds neither Inf nor NaN, as one array.
+    """Whether a tree has neither Inf nor NaN, as one array.
 
     Args:
-        tree: any pytree; leaves that are not floating point count as finite.
+        tree: any pytree; leaves that are not floating-point count as finite.
 
     Returns:
         `bool[]`; True for an empty tree.

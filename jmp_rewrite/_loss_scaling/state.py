@@ -13,18 +13,17 @@ import jax
 class LossScaleState(NamedTuple):
     """The state of `loss_scaling`: arrays only, the same tree for every loss scale.
 
-    Every field is a leaf, so that `jax.tree.map`, `lax.scan`, donation and a
-    checkpoint keep all of it, and a checkpoint may be continued under another
-    `loss_scale`.
+    Every field is a leaf, so `jax.tree.map`, `lax.scan`, donation and checkpoints keep
+    all of it, and a checkpoint may be continued under another `loss_scale`.
 
     Attributes:
-        loss_scale: `f32[]`, what `scale_loss` multiplies the next gradients by.
+        loss_scale: `f32[]`, by which `scale_loss` multiplies the next gradients.
         finite_steps: `i32[]`, applied steps since the scale last changed (or since it
             was last held at its ceiling).
-        skipped_steps: `i32[]`, steps skipped in all.
-        consecutive_skips: `i32[]`, steps skipped in a row until now. A few are how a
-            dynamic scale finds its place; a number that keeps growing is a loss that is
-            itself Inf or NaN, which no scale cures.
+        skipped_steps: `i32[]`, skipped steps in total.
+        consecutive_skips: `i32[]`, steps skipped in a row until now. A few are normal:
+            a dynamic scale is probing how large it can be. If it keeps growing, the
+            loss itself is Inf or NaN, and no loss scale will help.
         last_step_finite: `bool[]`, whether the last step was applied; True at first.
         inner_state: the state of the wrapped transformation.
 
@@ -64,8 +63,8 @@ def find_states(tree: Any) -> list[tuple[str, LossScaleState]]:
 def loss_scale_state(opt_state: Any) -> LossScaleState:
     """Finds the loss-scale state anywhere in a nested or chained optax state.
 
-    Log it to see what scaling does: a float16 run starts with a few skipped steps
-    and then skips about one in `growth_interval`.
+    Log it to watch the loss scale: a float16 run starts with a few skipped steps, and
+    then skips about one in `growth_interval`.
 
     Args:
         opt_state: an optax state, or any pytree that holds one, such as a Flax

@@ -21,14 +21,14 @@ from jmp_rewrite._loss_scaling.state import loss_scale_state
 def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
     """Marks the loss whose gradient is to be multiplied by the loss scale.
 
-    float16 gradients below 6e-8 vanish; scaled gradients do not. The value is
-    unchanged, so that the loss can be logged as it is; only what is differentiated
-    through it is scaled, linearly, forward and backward and to every order.
+    float16 gradients below 6e-8 vanish, and scaling the loss prevents that. The value
+    of the loss is unchanged, so it can be logged as it is. Its derivatives are scaled,
+    forward and backward and of every order.
 
     A gradient penalty takes its inner gradient of the **unscaled** loss, and the sum
     is scaled once: `scale_loss(loss + penalty(jax.grad(raw_loss)(x)), opt_state)`.
-    The scale of a float16 loss passes through float16 itself, where scales above
-    2**15 overflow and are backed off from: let the loss be float32.
+    If the loss itself is float16, so is the scale on its way back, and scales above
+    2**15 overflow: let the loss be float32.
 
     Args:
         loss: a floating-point array, usually `f32[]`; not a `(loss, aux)` pair.
@@ -84,13 +84,13 @@ def _times(t: jax.Array, scale: jax.Array) -> jax.Array:
 def unscale(grads: Any, opt_state: Any) -> Any:
     """Returns the true gradients, to log or to clip before the update.
 
-    The optimizer inside `loss_scaling` sees true gradients without this. Say so when
-    the update is given gradients that went through it:
+    The optimizer inside `loss_scaling` sees the true gradients without it. If you use
+    it, tell the update, so that the gradients are not divided again:
     `tx.update(grads, opt_state, params, grads_unscaled=True)`.
 
     Args:
-        grads: gradients of a `scale_loss`: half leaves are unscaled in float32, all
-            other floating-point leaves in their own dtype; the rest passes through.
+        grads: gradients of a `scale_loss`. Half leaves are unscaled in float32, other
+            floating-point leaves in their own dtype, and all others pass through.
         opt_state: the state that `scale_loss` was given, before the update.
 
     Returns:
@@ -110,7 +110,7 @@ def unscale(grads: Any, opt_state: Any) -> Any:
 
 
 def where_applied(opt_state: Any, new: Any, old: Any) -> Any:
-    """Keeps everything else that a step carries from a step that was skipped.
+    """Protects everything else that a step carries from a step that was skipped.
 
     A forward pass that overflowed has also written its Inf into batch-norm
     statistics, and an average, a step counter or a random key would move on. Pass
@@ -118,7 +118,7 @@ def where_applied(opt_state: Any, new: Any, old: Any) -> Any:
 
     Args:
         opt_state: the state that this step's update *returned*.
-        new: a pytree of what the step computed.
+        new: a pytree that the step computed.
         old: the same tree from before the step.
 
     Returns:

@@ -47,29 +47,30 @@ def loss_scaling(
     max_scale: Any = 2.0**24,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that it can be fed the gradients of a scaled loss.
+    """Wraps an optimizer so that it takes the gradients of a scaled loss.
 
-    Gradients in float16 underflow below 6e-8: `scale_loss` lifts them out of there,
-    and this brings them back before the optimizer sees them, skips the step where
-    they overflowed, and looks for the largest scale that does not overflow. bfloat16
-    has float32's range and needs no scaling: pass `loss_scale=None` there.
+    Gradients in float16 become zero below 6e-8. `scale_loss` multiplies them by the
+    loss scale, and this transformation divides them again before the optimizer sees
+    them, skips steps in which they overflowed, and looks for the largest scale that
+    does not overflow. bfloat16 has the range of float32 and needs no scaling: pass
+    `loss_scale=None` there.
 
     Wrap everything: `loss_scaling(optax.chain(optax.clip_by_global_norm(1.0),
     optax.adamw(1e-3)))` clips true gradients, and `loss_scaling(optax.MultiSteps(tx,
-    k))` skips a non-finite micro-step and keeps what was accumulated. (Inside
-    `MultiSteps` the NaN has been added up before it is looked at: one bad micro-step
+    k))` skips a non-finite micro-step and keeps the accumulated gradients. (Inside
+    `MultiSteps`, the NaN has been added before anyone looks, and one bad micro-step
     skips the whole accumulated step.) `loss_scaling(optax.multi_transform(...))`
     serves several parameter groups with one scale.
 
-    Without `inner` it is an element of a chain, to be put first: it unscales, and
-    turns the gradients of a skipped step into zeros. What follows then still takes a
-    step on zeros: Adam's moments decay, its count and every schedule advance, and
-    its momentum and weight decay move the parameters. The wrapping form is the one to
-    use.
+    Without `inner` it is an element of a chain. Put it first: it unscales the
+    gradients, and turns those of a skipped step into zeros. The transformations after
+    it still take a step on zeros: Adam's moments decay, its count and every schedule
+    advance, and momentum and weight decay move the parameters. So prefer the wrapping
+    form.
 
     A skipped step returns updates of -0.0, which change no parameter by a bit, and
-    leaves all of `inner_state` as it was. Protect what else the step carries with
-    `where_applied`. Half leaves of gradients, parameters and state are computed on in
+    leaves all of `inner_state` as it was. Use `where_applied` for everything else that
+    the step carries. Half leaves of gradients, parameters and state are computed in
     float32 and stored in their own dtypes.
 
     The update takes `grads_unscaled=True` for gradients that went through `unscale`.
@@ -90,16 +91,16 @@ def loss_scaling(
             `LossScaleOptimizer(initial_scale=2**15)`).
         growth_interval: finite steps in a row, at least 1, after which the scale grows.
             2000 is TensorFlow's (`dynamic_growth_steps`) and PyTorch's `GradScaler`'s.
-        growth_factor: what it is multiplied by then, above 1; 2.0 in both.
-        backoff_factor: what it is multiplied by on a skipped step, between 0 and 1;
+        growth_factor: factor by which it grows, above 1; 2.0 in both.
+        backoff_factor: factor by which a skipped step reduces it, between 0 and 1;
             0.5 in both. Powers of two make scaling exact.
         min_scale: the floor. 2**-14 is the smallest normal float16 number. Without a
             floor a scale can reach 0 and turn gradients into NaN.
         max_scale: the ceiling. 2**24 is NVIDIA Apex's (`amp.initialize`'s
             `max_loss_scale`). Without one a scale can reach inf and never come back.
         axis_name: the mapped axis or axes, under `jax.shard_map` or `jax.pmap`, whose
-            members take one decision together: needed where their gradients differ when
-            they come here. Under `jax.jit` with sharded arrays nothing is needed.
+            members have to skip together, if their gradients may differ. Under
+            `jax.jit` with sharded arrays it is not needed.
 
     Returns:
         A transformation whose state holds one `LossScaleState`. To add it to an
@@ -107,7 +108,7 @@ def loss_scaling(
 
     Raises:
         ValueError: an argument is out of range (only Python numbers are checked; arrays
-            are used as they are), `inner` is no transformation, or, at `init`, it
+            are used as they are), `inner` is not a transformation, or, at `init`, it
             contains loss scaling already.
 
     Example:

@@ -22,13 +22,13 @@ class Category(enum.Enum):
 
     Source: `tensorflow/core/grappler/optimizers/auto_mixed_precision_lists.h`.
 
-    - `ALLOW`: always runs on half operands. Half is numerically safe here, and it is
-      where the time goes: matrix products and convolutions.
-    - `INFER`: safe in half by itself, unless something dangerous lies upstream of it.
-    - `DENY`: never half: dangerous, unsupported, or it would mean something else. Its
-      danger reaches downstream too, through `INFER` and `CLEAR`, up to the next
-      `ALLOW`.
-    - `CLEAR`: has no numerical effect, so it takes the precision of its neighbours.
+    - `ALLOW`: always runs on half operands. These are matrix multiplications and
+      convolutions, where half precision is safe and where most of the time is spent.
+    - `INFER`: safe in half precision, unless its input comes from a `DENY` operation.
+    - `DENY`: always float32: the result could overflow or lose too much precision, or
+      half operands would mean something else. `INFER` and `CLEAR` operations after it
+      stay float32 too, up to the next `ALLOW`.
+    - `CLEAR`: no numerical effect; follows its neighbors' precision.
 
     Example:
         >>> default_rules("bfloat16")["dot_general"]
@@ -703,14 +703,14 @@ def default_rules(compute_dtype: object) -> dict[str, Category]:
     Args:
         compute_dtype: `float16`, `bfloat16` or `float32`, as a string, a dtype or a
             scalar type, or a policy's name, `"mixed_float16"` or `"mixed_bfloat16"`.
-            `float32` gives bfloat16's table, of which a float32 policy uses nothing.
+            `float32` gives the table of bfloat16, which a float32 policy does not use.
 
     Returns:
-        A fresh dict from primitive name to `Category`, to print or to change.
+        A new dict from primitive name to `Category`.
 
     Raises:
         ValueError: for any other dtype or string; the message lists the known ones.
-        TypeError: if the argument is no dtype at all.
+        TypeError: if the argument is not a dtype.
 
     Example:
         >>> default_rules("mixed_float16")["square"].value

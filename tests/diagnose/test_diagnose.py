@@ -146,4 +146,12 @@ def test_pictures():
     figure = diagnosis.plot()
     assert any("square" in t.get_text() for a in figure.axes for t in a.texts)
     plt.close(figure)
+    assert figure._repr_png_().startswith(b"\x89PNG")
     assert "square" in diagnosis._repr_html_()
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
+    with pytest.raises(ImportError, match=r"diagnosis.plot\(\) needs matplotlib"):
+        diagnosis.plot()

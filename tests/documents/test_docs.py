@@ -5,6 +5,7 @@ import doctest
 import functools
 import inspect
 import json
+import os
 import pathlib
 import re
 import types
@@ -80,9 +81,11 @@ def test_every_public_attribute_is_described(name):
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_python_blocks_run_in_order(page, users_jax, tmp_path, monkeypatch):
     text = page.read_text()
-    if "from flax" in text:
-        pytest.importorskip("flax")
+    for module in ("flax", "keras"):
+        if re.search(rf"^(?:from|import) {module}\b", text, re.MULTILINE):
+            pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # a page may set variables
     namespace: dict = {"__name__": page.stem}
     for block in blocks("python", text):
         assert max(map(len, block.splitlines())) <= 88
@@ -120,9 +123,18 @@ def test_stacks_that_are_named_exist():
     import stacks
 
     known = {make.__name__ for make in stacks.STACKS}
-    text = (ROOT / "docs" / "frameworks.md").read_text()
+    text = (ROOT / "docs" / "maintainers.md").read_text()
     rows = re.findall(r"^\|[^|]*\| `\[(\w+)\]`.*\| `\[(\w+)\]` \|", text, re.MULTILINE)
     assert {a for a, _ in rows} == {b for _, b in rows} == known
+
+
+GUIDES = [page for page in PAGES if page.stem not in ("maintainers", "decisions")]
+
+
+@pytest.mark.parametrize("page", [*GUIDES, ROOT / "README.md"], ids=name_of)
+def test_guides_name_no_tests(page):
+    """Those are on the maintainers' page."""
+    assert not re.findall(r"`test_\w+", page.read_text())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -162,7 +174,7 @@ def test_255_9_is_where_a_square_leaves_float16():
 
 
 def test_sizes_of_collectives_are_those_of_the_results():
-    text = (ROOT / "docs" / "frameworks.md").read_text()
+    text = (ROOT / "docs" / "many_devices.md").read_text()
     ways = {
         'float32, `precision="highest"`': ("layers", "float32, highest"),
         "float32, default precision": ("layers", "float32"),

@@ -1,5 +1,7 @@
 """What README shows works: its Python blocks run, its commands are those of CI."""
 
+import importlib.util
+import json
 import pathlib
 import re
 
@@ -7,6 +9,8 @@ import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+REPOSITORY = "https://github.com/jmp-rewrite/jmp_rewrite"
+COLAB = "https://colab.research.google.com"
 README = (ROOT / "README.md").read_text()
 
 
@@ -54,6 +58,24 @@ def test_first_the_job_then_the_tests_as_ci_runs_them():
         assert command in script
 
 
-def test_links_into_the_repository_exist():
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", README):
+def test_links_are_absolute_and_exist():
+    """A package index shows README without the repository around it."""
+    assert not re.findall(r"\]\((?!https?:|#)", README)
+    targets = re.findall(rf"\({REPOSITORY}/(?:blob|tree)/main/([^)#]+)", README)
+    colab = rf"\({COLAB}/github/[^/]+/[^/]+/blob/main/([^)#]+)"
+    for target in [*targets, *re.findall(colab, README)]:
         assert (ROOT / target).exists(), target
+    assert len(targets) > 10
+
+
+@pytest.mark.parametrize("path", ["README.md", "benchmarks/README.md"])
+def test_the_tables_are_those_of_the_results(path):
+    """`python benchmarks/table.py FILE --write` writes them."""
+    file = ROOT / "benchmarks" / "table.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_table", file)
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    results = ROOT / "benchmarks" / "results" / "compare-jax0.12.json"
+    text = table.texts(json.loads(results.read_text()))[ROOT / path]
+    shown = (ROOT / path).read_text().partition(table.BEGIN)[2].partition(table.END)[0]
+    assert shown.strip() == text

@@ -627,3 +627,20 @@ def test_values_and_views():
     assert sizes["reshape"] == sizes["broadcast_in_dim"] == 0
     assert sizes["add"] == 4 * 32
     assert normal(1).shape == (1,)
+
+
+def test_a_product_with_a_derivative_of_its_own_is_half():
+    """Of a forward function, a result that nothing rounds is emitted as a call."""
+
+    def forward(x, w, v):
+        with jax.named_scope("head"):
+            logits = x @ w
+        return jnp.exp(logits) @ v
+
+    args = normal(0, (4, 8)), normal(1, (8, 6)), normal(2, (6, 3))
+    report = explain(forward, "mixed_bfloat16")(*args)
+    assert "custom_jvp_call" in str(report.jaxpr)
+    assert report.half_flops == 1.0
+    products = [r for r in report.equations if r.primitive == "dot_general"]
+    assert [r.scope for r in products] == ["head", "forward()"]
+    assert all(r.dtype == "bfloat16" and r.reason.startswith("half") for r in products)

@@ -446,6 +446,10 @@ def test_the_picture_has_a_bar_a_scope(large):
     }
 
 
+def test_a_notebook_shows_the_picture_without_pyplot(large):
+    assert large.plot()._repr_png_().startswith(b"\x89PNG")
+
+
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     report = explain(mlp, "mixed_bfloat16")(*mlp_args())
