@@ -24,7 +24,6 @@ from jmp_rewrite._precision.cost import COSTLY, ENDS_KERNEL
 from jmp_rewrite._rules.held import CALLS, held_jaxprs
 from jmp_rewrite._rules.table import PRODUCTS
 
-
 # A body is followed at each of its uses, until there are so many values: functions that
 # call each other twice would take forever. Then calls are taken for loops.
 _LIMIT = 200_000
