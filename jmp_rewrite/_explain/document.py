@@ -140,9 +140,9 @@ def _scopes(report: Any) -> Table:
         for s in found[:_SCOPES]
     ]
     more = len(found) - _SCOPES
-    note = f"and {count_text(more, 'smaller scope')}" if more > 0 else ""
-    title = "Scopes, by bytes that they store; registers are fused and never written"
-    return Table(title, columns, rows, note)
+    note = "registers: fused, never written to memory"
+    note += f"; and {count_text(more, 'smaller scope')}" if more > 0 else ""
+    return Table("Scopes, by bytes of the values that they store", columns, rows, note)
 
 
 def _equations(report: Any) -> Table:
