@@ -72,6 +72,7 @@ def chain(*names, form="forward"):
     return Program(tuple(block), (before,), form)
 
 
+INVERSE = Statement("v0", "inverse", ("a",))
 FOUND = {
     # State was recognized by where it comes from: not by being updated.
     "drawn": steps("unrolled_change", Statement("v1", "draw", ()), "sandwich"),
@@ -96,9 +97,23 @@ FOUND = {
     ),
     # Offsets were added in half, and subtracted again.
     "units": chain("messages", "units", "anomaly"),
+    # What lies between an argument and a product was computed in half.
+    "rounded": chain("whole"),
+    "shifted": Program(
+        (
+            Statement(
+                "v1", "rollout", ("level", "x"), (Statement("v0", "inverse", ("a",)),)
+            ),
+            Statement("v2", "level_difference", ("v1", "level")),
+        ),
+        ("v2",),
+    ),
+    # A cotangent was added to in small steps, and subtracted at the end.
+    "cotangent": Program(
+        (Statement("v0", "runge_kutta", ("x", "y")),), ("v0",), "gradient"
+    ),
     # A product was rounded that float32 code alone reads.
     "small": chain("small_product"),
-    "whole": chain("whole"),
     "decomposed": chain("sandwich", "determinant"),
     "inverse": chain("inverse", form="gradient"),
     "solved": chain("squared_distance", "inverse"),
@@ -106,12 +121,10 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found(name, policy, device):
-    found = list(failures(FOUND[name], [policy], [device]))
-    assert found in ([], [None]), found
+def test_what_was_found(name):
+    """Under both policies, on all devices."""
+    assert not [str(found) for found in failures(FOUND[name]) if found is not None]
 
 
 # ---- shrinking
