@@ -284,6 +284,7 @@ def _action(
         return action
     native = category is Category.CLEAR or (
         category is Category.INFER
+        and index not in pins.exact
         and (
             (all(sources) and index not in pins.lossy)
             or (not pins.whole_step and pins.upstream[index] < 0)

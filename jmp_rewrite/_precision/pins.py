@@ -79,6 +79,7 @@ class Pins:
       read_by: products -> why their result is read unrounded.
       blame: nodes -> the node whose source line belongs into their reason.
       factors: nodes that a product reads, or what moves them to it.
+      exact: nodes without a matrix multiplication upstream.
     """
 
     categories: list[Category | None]
@@ -96,6 +97,7 @@ class Pins:
     lossy: frozenset[int] = frozenset()
     read_by: Mapping[int, str] = dataclasses.field(default_factory=dict)
     factors: frozenset[int] = frozenset()
+    exact: frozenset[int] = frozenset()
     blame: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def products(self) -> set[int]:
@@ -192,6 +194,7 @@ def _pin_values(graph: Graph, pins: Pins) -> None:
     pins.rounds_after = (pins.rounds_after & useful) - state
     _pin_the_rest(graph, pins, products, made, useful)
     pins.factors = _factors(graph, pins, products)
+    pins.exact = frozenset(range(len(graph.nodes))) - made
     pins.emits_full = frozenset(products - useful | pins.read_by.keys())
 
 

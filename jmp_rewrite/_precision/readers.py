@@ -31,6 +31,9 @@ _KEEPS_OFFSET = MOVES | {
 }
 
 
+_SUMS = frozenset({"add", "add_any", "sub"})
+# A mean of a value is no part of it: normalizations subtract it.
+_MOVES_TERMS = _KEEPS_OFFSET - {"reduce_sum"}
 # A sum of more values is followed no further back.
 _MOST_TERMS = 256
 
@@ -80,11 +83,13 @@ def offsets(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
     holds = _holds_offset(graph, made)
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if node.name != "sub" or any(_spreads(v, graph, small) for v in node.inputs):
+        if node.name not in _SUMS or len(node.inputs) + len(node.literals) < 2:
             continue
         for source in _added_between(node, graph, made):
             found.setdefault(source, node.index)
-        if _cancels(node, holds, made):
+        if any(_spreads(v, graph, small) for v in node.inputs):
+            continue
+        if node.name == "sub" and _cancels(node, holds, made):
             stack = [v.node for v in node.inputs if v.node in holds]
             while stack:
                 source = stack.pop()
@@ -124,40 +129,52 @@ def _added_between(node: Node, graph: Graph, made: set[int]) -> set[int]:
     operands = [v.node for v in node.inputs if v.node in made]
     if len(operands) < 2:
         return set()
-    terms = [_terms(n, graph, made) for n in operands]
-    common = terms[0] & terms[1]
+    first, second = (_terms(n, graph, made) for n in operands)
+    sign = -1 if node.name == "sub" else 1
+    common = {n for n, s in first.items() if -s * sign == second.get(n)}
+    inside = first.keys() | second.keys()
     consumers = graph.consumers()
     found: set[int] = set()
+    seen = set(common)
     stack = list(common)
-    seen: set[int] = set()
     while stack:
         source = stack.pop()
         for reader in consumers[source]:
-            if reader in seen or reader not in terms[0] | terms[1]:
+            is_sum = graph.nodes[reader].name in _SUMS or source in found
+            if reader not in inside or reader in found or reader in common:
                 continue
-            if graph.nodes[reader].name in ("add", "sub") or source in found:
+            if is_sum:
                 found.add(reader)
-                stack.append(reader)
-            elif reader not in common:
-                seen.add(reader)
-                stack.append(reader)
-    return found - common
+            elif reader in seen:
+                continue
+            seen.add(reader)
+            stack.append(reader)
+    return found
 
 
-def _terms(node: int, graph: Graph, made: set[int]) -> set[int]:
-    """Returns the values that a value is a sum of, scaled and moved, and itself."""
-    found = {node}
+def _terms(node: int, graph: Graph, made: set[int]) -> dict[int, int]:
+    """Returns the values that a value is a sum of, scaled and moved, with their signs.
+
+    Itself is one of them.
+    """
+    found = {node: 1}
     stack = [node]
     while stack and len(found) < _MOST_TERMS:
-        reads = graph.nodes[stack.pop()]
+        index = stack.pop()
+        reads = graph.nodes[index]
+        sign = found[index]
         if reads.name in ("mul", "div"):
             if sum(v.node in made for v in reads.inputs) > 1:
                 continue
-        elif reads.name not in _KEEPS_OFFSET | {"add", "sub"}:
+            if any(np.any(number < 0) for number in reads.literals.values()):
+                sign = -sign
+        elif reads.name not in _MOVES_TERMS | _SUMS:
             continue
-        for value in reads.inputs:
+        for position, value in enumerate(reads.inputs):
             if value.node in made and value.node not in found:
-                found.add(value.node)
+                is_taken = reads.name == "sub" and (position or 0 in reads.literals)
+                turns = reads.name == "neg" or is_taken
+                found[value.node] = -sign if turns else sign
                 stack.append(value.node)
     return found
 

@@ -604,7 +604,7 @@ def test_masked_rows_between_products(policy):
 def test_factors_are_never_saturated():
     """A loss scale has to see an infinity; a mask that is added is saturated."""
     x = jnp.full((8, 8), 1e6, jnp.float32)
-    product = mixed_precision(lambda x, w: x @ w, "mixed_float16")
+    product = jax.jit(mixed_precision(lambda x, w: x @ w, "mixed_float16"))
     assert np.isinf(np.asarray(product(x, x))).all()
     assert np.isinf(np.asarray(product(x.T, x))).all()
 
