@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Instance, Node
+from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._passes.attention import FeatureSum, sums_over_features
 from jmp_rewrite._passes.parts import Parts, parts_apart
@@ -302,6 +302,11 @@ def _width(node: Node, graph: Graph, pins: Pins) -> int:
         ranks = [origins.argument_rank(v, pins.moved) for v in node.inputs]
         if max(ranks, default=-1) > 1 and node.index not in pins.factors:
             return Action.WIDE | Action.SATURATES
+        # An exact operand, a target, is not rounded to be added; a bias is, as by hand.
+        size = elements(node.avals)
+        large = [v for v in node.inputs if elements([v.aval]) == size]
+        if any(v.node < 0 or v.node in pins.exact for v in large):
+            return Action.WIDE
     if (
         node.name in table.ACCUMULATES
         and pins.categories[node.index] is not Category.CLEAR

@@ -13,7 +13,7 @@ import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Node, Value
 from jmp_rewrite._precision.origins import MOVES, leads_to_product
-from jmp_rewrite._rules.table import SHARP
+from jmp_rewrite._rules.table import PRODUCTS, SHARP
 
 # A sum with an exact value still holds it behind these.
 _KEEPS_OFFSET = MOVES | {
@@ -81,6 +81,7 @@ def offsets(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
       small: statistics, which a normalization subtracts from what they are of.
     """
     holds = _holds_offset(graph, made)
+    mixed = _mixed(graph, made)
     found: dict[int, int] = {}
     for node in graph.nodes:
         if node.name not in _SUMS or len(node.inputs) + len(node.literals) < 2:
@@ -89,15 +90,41 @@ def offsets(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
             found.setdefault(source, node.index)
         if any(_spreads(v, graph, small) for v in node.inputs):
             continue
-        if node.name == "sub" and _cancels(node, holds, made):
-            stack = [v.node for v in node.inputs if v.node in holds]
-            while stack:
-                source = stack.pop()
-                if source not in found:
-                    found[source] = node.index
-                    inputs = graph.nodes[source].inputs
-                    stack += [v.node for v in inputs if v.node in holds]
+        if node.name != "sub":
+            continue
+        if _cancels(node, holds, made):
+            _follow_back(node, holds, graph, found)
+        if len(node.inputs) == 2 and all(v.node in mixed for v in node.inputs):
+            _follow_back(node, mixed, graph, found)
     return found
+
+
+def _follow_back(
+    node: Node, among: set[int], graph: Graph, found: dict[int, int]
+) -> None:
+    """Adds the nodes among these that lead to a difference."""
+    stack = [v.node for v in node.inputs if v.node in among]
+    while stack:
+        source = stack.pop()
+        if source not in found:
+            found[source] = node.index
+            stack += [v.node for v in graph.nodes[source].inputs if v.node in among]
+
+
+def _mixed(graph: Graph, made: set[int]) -> set[int]:
+    """Returns the made nodes that are float32 by JAX's promotion, as by hand.
+
+    An exact array stands beside the half result of a matrix multiplication in what they
+    are computed from, so that by hand their differences are of unrounded values.
+    """
+    mixed: set[int] = set()
+    for node in graph.nodes:
+        if node.index not in made or not node.avals or node.name in PRODUCTS:
+            continue
+        sources = [v.node for v in node.inputs if v.aval.shape]
+        if any(n not in made or n in mixed for n in sources):
+            mixed.add(node.index)
+    return mixed
 
 
 def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
