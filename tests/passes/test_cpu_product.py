@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative_error, trace
+from helpers import choices, relative_error, trace
 from jax import lax
 from programs import normal
 
