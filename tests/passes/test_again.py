@@ -544,7 +544,7 @@ def test_a_rounded_product_is_as_it_is_read(read):
 
 def test_a_rounded_product_is_mapped_and_differentiated():
     step, params, x = step_of(jax.nn.relu, biased=False)
-    half = mixed_precision(step, "mixed_bfloat16")
+    half = jax.jit(mixed_precision(step, "mixed_bfloat16"))
     found = jax.vmap(half, (None, 0))(params, jnp.stack([x, 2 * x]))
     for a, b in zip(found, half(params, 2 * x), strict=True):
         assert relative_error(a[1], b) < EPS["mixed_bfloat16"]
