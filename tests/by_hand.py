@@ -306,22 +306,16 @@ class _AsDevice(Evaluator):
     def _resolved(self, eqn: Any, values: list[Any]) -> list[Any] | None:
         """Runs the package's own primitives: the one place that knows their names."""
         name, params = eqn.primitive.name, eqn.params
-        if name in ("restore", "unrounded"):
-            kinds = {self.device, self.platform}
+        kinds = {self.device, self.platform}
+        if name == "restore":
             return [values[0] if kinds.isdisjoint(params["on"]) else values[1]]
-        if name == "hold" or name == "cpu_barrier":
-            return values
+        if name == "by_device":
+            for where, jaxpr in params["branches"]:
+                if not kinds.isdisjoint(where.devices):
+                    return self.run(jaxpr, values)
+            return values[: params["results"]]
         if name == "saturating_cast":
             return [_saturated(values[0], params["dtype"])]
-        if name == "cpu_product":  # the same product, in another order
-            return [values[2]]
-        if name == "rounded_product":
-            on_gpu = self.platform == "cuda"
-            return [_rounded(values[2], values[0].dtype) if on_gpu else values[2]]
-        if name == "full_convolution":
-            (out,) = self.run(params["jaxpr"], values)
-            on_gpu = self.platform == "cuda"
-            return [_rounded(out, values[0].dtype) if on_gpu else out]
         if name == "feature_sum":
             return [
                 _feature_sum(*values, **params) if self.platform == "tpu" else values[0]

@@ -36,6 +36,24 @@ def eqns(jaxpr: Any, *names: str) -> list[Any]:
     return [e for e in walk(jaxpr) if e.primitive.name in names]
 
 
+def choices(jaxpr: Any, name: str = "") -> list[Any]:
+    """Returns the equations that choose by device, maybe those of one pass."""
+    scope = f"jmp_rewrite.pass:{name}"
+    found = eqns(jaxpr, "by_device")
+    return [e for e in found if scope in str(e.source_info.name_stack)]
+
+
+def devices_of(eqn: Any) -> tuple[str, ...]:
+    """Returns the devices that compute something else."""
+    return tuple(d for b in eqn.params["branches"] for d in b.where.devices)
+
+
+def names_in(eqn: Any) -> list[str]:
+    """Returns the primitives of what the first of these devices computes."""
+    body = open_jaxpr(eqn.params["branches"][0].jaxpr)
+    return [e.primitive.name for e in body.eqns]
+
+
 def products(jaxpr: Any) -> list[Any]:
     return eqns(jaxpr, *PRODUCTS)
 

@@ -223,7 +223,7 @@ def _inside(eqn: Any, place: Place) -> Place:
 
 
 def _opened(eqn: Any, original: Any) -> Sequence[Any]:
-    """Returns the equations of a call that the rewrite has made of one equation.
+    """Returns an equation, and those of a call that the rewrite has made of one.
 
     A product before differentiation has a derivative of its own.
     """
@@ -231,7 +231,7 @@ def _opened(eqn: Any, original: Any) -> Sequence[Any]:
     if not is_call or original is None or original.primitive is eqn.primitive:
         return (eqn,)
     (held,) = held_jaxprs(eqn)
-    return list(_compat.open_jaxpr(held).eqns)
+    return [eqn, *_compat.open_jaxpr(held).eqns]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -256,6 +256,8 @@ def _without_float32(eqn: Any) -> Verdict:
 def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
     if (name := _pass_of(eqn)) is not None:
         return Verdict(INSERTED, f"{name}: {_passes.REASONS[name]}")
+    if eqn.primitive.name == "custom_jvp_call":
+        return Verdict(CALL, "holds what has a derivative of half products")
     if eqn.primitive.name in ("concatenate", "slice"):
         return Verdict(INSERTED, "takes apart or joins what is reshaped, in this order")
     if eqn.primitive.name == "optimization_barrier":

@@ -317,7 +317,8 @@ class Editor:
             def flat(*values: Any) -> Any:
                 return fun(*values, **static)
 
-            self._traced[key] = jax.make_jaxpr(flat)(*avals)
+            with like.ctx.manager:
+                self._traced[key] = jax.make_jaxpr(flat)(*avals)
         closed = self._traced[key]
         body = _compat.open_jaxpr(closed)
         env = dict(zip(body.invars, operands, strict=True))

@@ -22,44 +22,6 @@ from jmp_rewrite import _compat
 CPU, GPU, TPU_V5E, TPU_V6E = "cpu", "cuda", "TPU v5 lite", "TPU v6 lite"
 
 
-def _hold_primitive() -> jex.Primitive:
-    """Makes an identity of half arrays through which XLA:GPU sees no cast."""
-    primitive = jex.Primitive("hold")
-    primitive.def_impl(lambda x: x)
-    primitive.def_abstract_eval(lambda x: x)
-    ad.primitive_jvps[primitive] = lambda primals, tangents: (
-        primitive.bind(*primals),
-        tangents[0],
-    )
-    batching.primitive_batchers[primitive] = lambda xs, axes: (
-        primitive.bind(*xs),
-        axes[0],
-    )
-
-    def times_one(x: Any) -> Any:
-        one = lax.optimization_barrier(np.ones((), x.dtype))
-        return x * lax.broadcast(one, x.shape)
-
-    mlir.register_lowering(primitive, lambda ctx, x: [x])
-    on_gpu = mlir.lower_fun(times_one, multiple_results=False)
-    mlir.register_lowering(primitive, on_gpu, platform="cuda")
-    return primitive
-
-
-_HOLD = _hold_primitive()
-
-
-def hold(x: Any) -> Any:
-    """Keeps a rounded value rounded where it is read in float32.
-
-    XLA:GPU drops the casts float32 -> half -> float32 between two kernels, and then
-    writes the value in float32, often beside its half copy (openxla/xla#41605). On GPUs
-    alone this multiplies by a 1 that the compiler does not know to be one: exact, and
-    fused.
-    """
-    return _HOLD.bind(x)
-
-
 def _reading_primitive(name: str, differentiated: int) -> jex.Primitive:
     """Makes what reads one of two values, by device.
 
@@ -93,9 +55,6 @@ def _reading_primitive(name: str, differentiated: int) -> jex.Primitive:
 _RESTORE = _reading_primitive("restore", 1)
 
 
-_UNROUNDED = _reading_primitive("unrounded", 0)
-
-
 def restore(stored: Any, again: Any, on: tuple[str, ...]) -> Any:
     """Reads a value that was stored, or on some devices computes it again.
 
@@ -110,19 +69,6 @@ def restore(stored: Any, again: Any, on: tuple[str, ...]) -> Any:
       on: platforms, as "cuda", and generations of TPUs, as "TPU v5 lite".
     """
     return _RESTORE.bind(stored, again, on=on)
-
-
-def unrounded(rounded: Any, exact: Any) -> Any:
-    """Reads a value as it was rounded to be stored; on CPUs, as it was before that.
-
-    The derivative is that of the rounded value, so that outside of CPUs nothing depends
-    on this.
-
-    Args:
-      rounded: [...], cast back.
-      exact: [...] of the same dtype.
-    """
-    return _UNROUNDED.bind(rounded, exact, on=(CPU,))
 
 
 class SumLayout(NamedTuple):
@@ -214,17 +160,6 @@ def feature_sum(
     return _FEATURE_SUM.bind(stored, first, second, *factors, layout=layout)
 
 
-def settled(x: Any) -> Any:
-    """Returns float32 `x`; on TPUs v5e and v6e rounded to float32: no rounding.
-
-    XLA:TPU moves a cast behind a maximum, and then no longer finds the same value under
-    the maximum and the difference of a softmax: it makes two kernels of it in place of
-    one. It moves no cast over a rounding.
-    """
-    rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
-    return restore(x, rounded, (TPU_V5E, TPU_V6E))
-
-
 def apart(x: Any) -> Any:
     """Returns a value from which no compiler knows what else was computed of it."""
     return lax.optimization_barrier(x)
@@ -236,17 +171,3 @@ def kept(x: Any) -> Any:
     It would take both for sums of the same value, and read that once for each.
     """
     return restore(x, lax.optimization_barrier(x), ("tpu",))
-
-
-def written(x: Any) -> Any:
-    """Returns a value that a GPU writes, in place of keeping what it is made of."""
-    return restore(x, lax.optimization_barrier(x), (GPU,))
-
-
-def filled_late(zeros: Any, terms: Any) -> tuple[Any, Any]:
-    """Returns zeros and what is added to them; a GPU fills them when that is there."""
-    if not jax.typeof(zeros).sharding.mesh.empty:  # they may be laid out, or vary
-        return zeros, terms
-    zero, then = lax.optimization_barrier((np.zeros((), zeros.dtype), terms))
-    filled = lax.broadcast_in_dim(zero, zeros.shape, ())
-    return restore(zeros, filled, (GPU,)), restore(terms, then, (GPU,))

@@ -11,14 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import BY_NAME, PROGRAMS, W, mesh, normal
 
-from jmp_rewrite import _compat, _transform
+from jmp_rewrite import _compat, _transform, use_passes
 from jmp_rewrite._diagnose import lockstep as _lockstep
 from jmp_rewrite._diagnose import lockstep_loops
 from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._diagnose.lockstep_calls import HANDLERS
-from jmp_rewrite._passes import on_device
 from jmp_rewrite._policy import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
@@ -40,9 +39,10 @@ def standard_promotion():
 
 
 @pytest.fixture(autouse=True)
-def rounded_on_cpus(monkeypatch):
+def rounded_on_cpus():
     """What is diagnosed is what accelerators run: a CPU reads some values unrounded."""
-    monkeypatch.setattr(on_device, "unrounded", lambda rounded, exact: rounded)
+    with use_passes("-read_before_rounding"):
+        yield
 
 
 def lockstep(fun, args, policy="mixed_bfloat16", rounded_less=False):

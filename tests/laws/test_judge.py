@@ -160,14 +160,13 @@ def test_the_reference_is_exact():
 
 def test_devices_read_what_is_theirs():
     """A value that is stored is rounded on a GPU, and not on a CPU."""
-    from jmp_rewrite._passes import on_device
+    from jmp_rewrite._passes.by_device import Where, by_device
 
     def fun(x):
         rounded = x.astype(bf16).astype(jnp.float32)
-        return (
-            on_device.unrounded(rounded, x),
-            on_device.restore(rounded, x, ("tpu",)),
-            on_device.restore(rounded, x, ("TPU v5 lite",)),
+        return tuple(
+            by_device([rounded], [x], {Where((device,)): lambda _, x: [x]})[0]
+            for device in ("cpu", "tpu", "TPU v5 lite")
         )
 
     closed = jax.make_jaxpr(fun)(X)

@@ -3,15 +3,16 @@
 Whole train steps of a small pre-norm network, run, and lowered for other platforms.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import eqns, relative_error, trace
+from helpers import choices, devices_of, relative_error, trace
 from jax import lax
 from programs import normal, weights
 
-from jmp_rewrite import mixed_precision
-from jmp_rewrite._passes import on_device
+from jmp_rewrite import mixed_precision, use_passes
 
 T, D, F = 64, 32, 96  # tokens, features, features of the hidden layer
 LAYERS = 12
@@ -19,13 +20,10 @@ POLICIES = ["mixed_bfloat16", "mixed_float16"]
 
 
 @pytest.fixture
-def rounded(monkeypatch):
+def rounded():
     """Returns a function after which CPUs read what accelerators read."""
-
-    def start():
-        monkeypatch.setattr(on_device, "unrounded", lambda rounded, exact: rounded)
-
-    return start
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(use_passes("-read_before_rounding"))
 
 
 def norm(x):
@@ -132,7 +130,6 @@ def test_what_is_compared_in_another_pass_is_read_rounded(policy):
 
 def test_what_is_read_is_told():
     """It is a step of the rewritten program, with a name."""
-    found = eqns(
-        trace(mixed_precision(step, "mixed_bfloat16"), *arguments()), "unrounded"
-    )
-    assert found and {e.params["on"] for e in found} == {("cpu",)}
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *arguments())
+    found = choices(jaxpr, "read_before_rounding")
+    assert found and {devices_of(e) for e in found} == {("cpu",)}

@@ -4,11 +4,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import EPS, HALF, dtypes_in, eqns, relative_error, trace
+from helpers import (
+    EPS,
+    HALF,
+    choices,
+    devices_of,
+    dtypes_in,
+    eqns,
+    relative_error,
+    trace,
+)
 from programs import normal, weights
 
-from jmp_rewrite import _compat, diagnose, explain, mixed_precision
-from jmp_rewrite._passes import on_device
+from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
 POLICIES = sorted(HALF)
 
@@ -72,14 +80,16 @@ PROGRAMS = {
 
 def restored(jaxpr):
     """Returns the shapes of what is read from behind a barrier on GPUs alone."""
-    found = [e for e in eqns(jaxpr, "restore") if e.params["on"] == (on_device.GPU,)]
-    return [e.outvars[0].aval.shape for e in found]
+    found = choices(jaxpr, "live_ranges")
+    assert all(devices_of(e) == ("cuda",) for e in found)
+    return [v.aval.shape for e in found for v in e.outvars]
 
 
 def test_a_waiting_cotangent_is_written_in_half():
     step, args = gradient_step(u_shaped), u_shape()
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
-    parts = [e for e in eqns(jaxpr, "restore") if e.outvars[0].aval.shape == (24, 32)]
+    found = choices(jaxpr, "live_ranges")
+    parts = [e for e in found if e.outvars[0].aval.shape == (24, 32)]
     assert [str(e.outvars[0].aval.dtype) for e in parts] == ["bfloat16"] * 2
 
 
@@ -101,20 +111,23 @@ def test_zeros_are_filled_when_something_is_added(name, shapes):
     sums = [dtypes_in(e)[0] for e in eqns(jaxpr, "scatter-add")]
     assert sums.count("float32") == 1 and "bfloat16" not in sums
     assert restored(jaxpr) == shapes
-    tied = [
-        [v.aval.shape for v in e.outvars] for e in eqns(jaxpr, "optimization_barrier")
-    ]
+    with use_passes("live_ranges", device="NVIDIA GPU"):
+        there = trace(
+            mixed_precision(gradient_step(loss), "mixed_bfloat16"), *arguments()
+        )
+    barriers = eqns(there, "optimization_barrier")
+    tied = [[v.aval.shape for v in e.outvars] for e in barriers]
     assert tied == ([[(), shapes[1]]] if shapes else [])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_gpu_computes_the_same(name, policy, monkeypatch):
+def test_a_gpu_computes_the_same(name, policy):
     loss, arguments = PROGRAMS[name]
     step, args = gradient_step(loss), arguments()
     here = jax.jit(mixed_precision(step, policy))(*args)
-    monkeypatch.setattr(_compat, "is_for", lambda context, on: on_device.GPU in on)
-    there = jax.jit(mixed_precision(step, policy))(*args)
+    with use_passes("all", device="NVIDIA GPU"):
+        there = jax.jit(mixed_precision(step, policy))(*args)
     change = [jax.tree.map(lambda a, w: a - w, x, args[0]) for x in (here, there)]
     assert relative_error(*change) < EPS[policy]
     plain = jax.jit(step)(*args)

@@ -10,13 +10,24 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import HALF, dtypes_in, dtypes_out, eqns, open_jaxpr, trace, walk
+from helpers import (
+    HALF,
+    choices,
+    devices_of,
+    dtypes_in,
+    dtypes_out,
+    eqns,
+    names_in,
+    open_jaxpr,
+    trace,
+    walk,
+)
 from jax import lax
 from jax.extend import core as jex
 from programs import normal, weights
 
-from jmp_rewrite import _compat, mixed_precision
-from jmp_rewrite._passes import on_device
+from jmp_rewrite import _compat, mixed_precision, use_passes
+from jmp_rewrite._passes.by_device import Where, by_device
 
 T, D = 16, 32  # tokens and features; 48 is the width of the hidden layer
 OPTIMIZER = optax.sgd(0.1)
@@ -135,7 +146,7 @@ def test_no_value_is_kept_in_two_dtypes(kind):
             if str(target) == HALF["mixed_bfloat16"]:
                 rounded += 1
                 others = [e for e in readers[source] if e is not eqn]
-                assert all(e.primitive.name == "unrounded" for e in others), source
+                assert all(e.primitive.name == "by_device" for e in others), source
                 assert source not in body.outvars
     assert rounded > 20
 
@@ -147,7 +158,8 @@ def test_what_cpus_read_unrounded_is_not_kept_for_the_backward_pass(kind):
     for body in bodies(rewritten(kind)):
         made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
         late = {v: is_late(eqn) for eqn in body.eqns for v in eqn.outvars}
-        exact = {e.outvars[0] for e in body.eqns if e.primitive.name == "unrounded"}
+        found = choices(body, "read_before_rounding")
+        exact = {e.outvars[0] for e in found}.intersection(made)
         for eqn in body.eqns:
             for var in exact.intersection(vars_in(eqn)):
                 read += 1
@@ -230,7 +242,9 @@ def test_what_the_backward_pass_reads_again_is_half():
     ]
     assert len(arithmetic) > 20
     assert not [e for e in arithmetic if half in dtypes_in(e)]
-    held = [e for e in eqns(jaxpr, "hold") if e.outvars[0].aval.shape == (T, 48)]
+    held = [
+        e for e in choices(jaxpr, "keep_rounding") if e.outvars[0].aval.shape == (T, 48)
+    ]
     assert len(held) == 2  # one a layer
 
 
@@ -279,10 +293,9 @@ def maker(jaxpr, var):
 def test_what_a_norm_reads_is_rounded_after_the_bias():
     """XLA stores it, for it is read in five kernels."""
     jaxpr = trace(*normed_step())
-    (on_gpu,) = eqns(jaxpr, "restore")
-    assert on_gpu.params["on"] == ("cuda",)
-    assert maker(jaxpr, on_gpu.invars[1]).primitive.name == "logistic"
-    casts = [maker(jaxpr, e.invars[0]) for e in eqns(jaxpr, "hold")]
+    (on_gpu,) = choices(jaxpr, "recompute_logistic")
+    assert devices_of(on_gpu) == ("cuda",) and names_in(on_gpu) == ["logistic"]
+    casts = [maker(jaxpr, e.invars[0]) for e in choices(jaxpr, "keep_rounding")]
     rounded = [maker(jaxpr, e.invars[0]) for e in casts]
     (last,) = [e for e in rounded if e.primitive.name == "add"]
     first = next(v for v in last.invars if v.aval.shape == (T, 48))
@@ -309,7 +322,8 @@ def test_a_bias_that_few_kernels_add_is_not_rounded(kernels):
     step = mixed_precision(step, "mixed_bfloat16")
     jaxpr = trace(step, [w, bias, out], normal(T, D))
     rounded = [
-        maker(jaxpr, maker(jaxpr, e.invars[0]).invars[0]) for e in eqns(jaxpr, "hold")
+        maker(jaxpr, maker(jaxpr, e.invars[0]).invars[0])
+        for e in choices(jaxpr, "keep_rounding")
     ]
     assert [e.primitive.name for e in rounded].count("add") == (kernels == "many")
 
@@ -329,7 +343,7 @@ def test_a_residual_sum_is_rounded_once():
     first, w, bias, scale, out = weights((D, 48), (48, 48), (48,), (48,), (48, D))
     args = [first, w, bias, 1.0 + scale, out], normal(T, D)
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
-    rounded = [maker(jaxpr, e.invars[0]) for e in eqns(jaxpr, "hold")]
+    rounded = [maker(jaxpr, e.invars[0]) for e in choices(jaxpr, "keep_rounding")]
     stream = maker(jaxpr, rounded[0].invars[0])
     assert [maker(jaxpr, v).primitive.name for v in stream.invars] == [
         "convert_element_type",  # a product's half result
@@ -390,18 +404,23 @@ def test_what_several_kernels_read_is_rounded(statistics):
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, normal(2, T // 2, D))
     held = [
         maker(jaxpr, maker(jaxpr, e.invars[0]).invars[0]).primitive.name
-        for e in eqns(jaxpr, "hold")
+        for e in choices(jaxpr, "keep_rounding")
         if e.outvars[0].aval.shape == (rows, pixels, 48)
     ]
     both = ["logistic", "add_any", "add_any"]
     assert held == (both if statistics == "of groups" else both[:2])
 
 
+def chosen(stored, again, devices):
+    (value,) = by_device([stored], [again], {Where(devices): lambda s, a: [a]})
+    return value
+
+
 def test_each_platform_reads_its_own():
     """The exact value where XLA computes it again, the stored one elsewhere."""
 
     def function(stored, again):
-        return on_device.restore(stored, again, ("cuda", "TPU v5 lite"))
+        return chosen(stored, again, ("cuda", "TPU v5 lite"))
 
     traced = jax.jit(function).trace(jnp.zeros(3), jnp.zeros(3))
     for platforms in (("cpu",), ("cuda",), ("tpu",), ("cuda", "tpu")):
@@ -432,7 +451,7 @@ def test_a_generation_of_tpus_reads_its_own(version, on, reads_again):
 
 
 @pytest.mark.parametrize("compared", ["logistic", "sum", "moved"])
-def test_what_is_compared_is_the_same_on_every_platform(compared, monkeypatch):
+def test_what_is_compared_is_the_same_on_every_platform(compared):
     """A maximum equals what it was picked from, whichever of the two is read.
 
     So a value that something other than a product reads in half is the same everywhere:
@@ -458,13 +477,11 @@ def test_what_is_compared_is_the_same_on_every_platform(compared, monkeypatch):
     def step(params, x):
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
 
-    restored = eqns(
-        trace(mixed_precision(step, "mixed_bfloat16"), params, x), "restore"
-    )
-    devices = {e.params["on"] for e in restored}
-    assert devices == {("cuda",)}
-    monkeypatch.setattr(on_device, "restore", lambda stored, again, on: again)
-    half, full = mixed_precision(step, "mixed_bfloat16")(params, x), step(params, x)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, x)
+    assert choices(jaxpr, "recompute_logistic")
+    with use_passes("all", device="NVIDIA GPU"):
+        half = mixed_precision(step, "mixed_bfloat16")(params, x)
+    full = step(params, x)
     for a, b in zip(half, full, strict=True):
         assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
 
@@ -474,7 +491,7 @@ def test_a_restored_value_is_mapped_and_differentiated():
     rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
 
     def restore(stored, again):
-        return on_device.restore(stored, again, ("tpu",))
+        return chosen(stored, again, ("tpu",))
 
     assert (restore(rounded, exact) == rounded).all()
     for axes in ((0, 0), (1, 1)):
