@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 
-from jmp_rewrite import __version__
+import jmp_rewrite
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._passes import PASSES
 from jmp_rewrite._policy import Policy, check_device
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == "--version":
-        print(f"jmp_rewrite {__version__}, JAX {jax.__version__}")
+        print(f"jmp_rewrite {jmp_rewrite.__version__}, JAX {jax.__version__}")
         return
     commands = {"rules": _rules, "devices": _devices, "passes": _passes}
     command = commands.get(argv[0] if argv else "")

@@ -20,6 +20,7 @@ from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._diagnose.lockstep_calls import HANDLERS
+from jmp_rewrite._diagnose.progress import stage
 from jmp_rewrite._diagnose.results import Reference
 from jmp_rewrite._loss_scaling.state import find_states
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
@@ -68,8 +69,12 @@ def diagnose(
       under the tolerance.
 
     Raises:
-      TypeError: if `fun` is no function, or it is called inside a transformation.
+      TypeError: if `fun` is no function, or it is called inside a transformation or on
+        shapes in place of arrays.
       ValueError: for an unknown policy, or a tolerance that is no number above 0.
+
+    It says on standard error what it is doing, if that takes longer than a moment;
+    `diagnosis.policy`, which `print` asks for, runs the program again.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -98,6 +103,7 @@ def diagnose(
     given = own if policy is None else as_policy(policy)
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
+        _check_arrays((args, kwargs))
         program = _Program(_transform.trace_call(plain, args, kwargs))
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(
@@ -108,6 +114,16 @@ def diagnose(
             )
 
     return wraps(plain, wrapped)
+
+
+def _check_arrays(arguments: Any) -> None:
+    leaves = jax.tree.leaves(arguments)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise TypeError(
+            "diagnose runs the program to see its numbers, so it needs arrays, but got "
+            "jax.ShapeDtypeStruct: pass arrays, or use jmp_rewrite.explain, which "
+            "takes shapes."
+        )
 
 
 def _is_tolerance(given: Any) -> bool:
@@ -153,11 +169,13 @@ def _diagnosis(
 ) -> Diagnosis:
     traced = program.traced
     paths = parameters.argument_paths(traced.arguments)
-    pairs, lockstep = _lockstep.run(
-        program.plan(policy), HANDLERS, program.consts, traced.arrays
-    )
+    with stage(f"running {name} in float32 and under {policy!r}, side by side"):
+        pairs, lockstep = _lockstep.run(
+            program.plan(policy), HANDLERS, program.consts, traced.arrays
+        )
     reference = Reference([p.reference for p in pairs], traced.arrays)
-    reference.shaken(program.reference)
+    with stage("running it again in float32, to tell rounding noise from faults"):
+        reference.shaken(program.reference)
     errors = reference.errors([p.value for p in pairs])
     rows = [p.row for p in pairs]
     del pairs

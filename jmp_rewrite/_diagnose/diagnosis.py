@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from jmp_rewrite._diagnose import plot as _diagnosis_plot
 from jmp_rewrite._diagnose.blame import Finding
 from jmp_rewrite._diagnose.candidates import Override, candidates, with_overrides
 from jmp_rewrite._diagnose.distance import LOWEST
+from jmp_rewrite._diagnose.progress import stage
 from jmp_rewrite._diagnose.sentences import sentence
 from jmp_rewrite._diagnose.smallest import smallest
 from jmp_rewrite._policy import Policy
@@ -108,10 +111,13 @@ class Diagnosis:
         the program again, a few times where one layer is to blame, and what is returned
         has been run: `policy_error` is its error. None if no overrides help, because
         the program casts to half itself; the policy that was diagnosed if that one
-        meets the tolerance.
+        meets the tolerance. None as well if gradients vanish and `scaling` is the fix:
+        overrides would do it by switching half precision off.
         """
         if self.error <= self.tolerance:
             return self.diagnosed
+        if self.scaling:
+            return None
         ranked = candidates(self.in_order, self.equations, self.paths, RULES)
         found = smallest(ranked, self._is_enough)
         return None if found is None else with_overrides(self.diagnosed, found)
@@ -128,7 +134,8 @@ class Diagnosis:
             return self.error <= self.tolerance
         policy = with_overrides(self.diagnosed, overrides)
         self.tried.append(policy)
-        return self.run(policy) <= self.tolerance
+        with stage(f"searching the fewest overrides that help, run {len(self.tried)}"):
+            return self.run(policy) <= self.tolerance
 
     @property
     def advice(self) -> list[str]:
@@ -151,6 +158,17 @@ class Diagnosis:
         where = f", from {self.spoilt.line} on" if self.spoilt else ""
         return f"in float32 as well results are Inf or NaN{where}: no policy mends that"
 
+    @property
+    def scaling(self) -> str:
+        """How to scale the loss, if that is the fix: gradients vanish; "" if not.
+
+        It is not where Inf or NaN appear: a larger scale makes these more.
+        """
+        about = self._about_gradients()
+        vanish = "vanish in float16" in about
+        is_late = self.worst is None or self.worst.backward
+        return about if vanish and is_late and not self.first_nonfinite else ""
+
     def _about_gradients(self) -> str:
         """Says whether the loss wants another scale."""
         powers = np.flatnonzero(self.gradients) + LOWEST
@@ -162,8 +180,10 @@ class Diagnosis:
         if lost >= _UNDERFLOWS and not scaled:
             fits = min(14 - largest, _LARGEST_SCALE)
             return (
-                f"{lost:.0%} of the gradients vanish in float16: scale the loss with "
-                f"jmpr.scale_loss, by up to 2**{fits}"
+                f"{lost:.0%} of the gradients vanish in float16, and the loss is not "
+                "scaled: wrap the optimizer in jmpr.loss_scaling(...), and return "
+                "jmpr.scale_loss(loss, opt_state) from the loss function; a scale of "
+                f"2**{fits} fits"
             )
         if scaled and self.worst and self.worst.backward and self.worst.nonfinite:
             return (
@@ -183,9 +203,17 @@ class Diagnosis:
           A Matplotlib figure: `diagnosis.plot().savefig("diagnosis.png")`.
 
         Raises:
-          ModuleNotFoundError: if Matplotlib is not installed.
+          ImportError: if Matplotlib is not installed.
         """
         return _diagnosis_plot.figure(self)
+
+    def save_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the diagnosis as one HTML file, which needs no network.
+
+        Args:
+          path: of the file to write.
+        """
+        pathlib.Path(path).write_text(html.page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return text.text(self)
@@ -195,7 +223,7 @@ class Diagnosis:
         return f"<Diagnosis of {self.name}: error {self.error:.2g}, worst {worst}>"
 
     def _repr_html_(self) -> str:
-        return html.html(self)
+        return html.notebook(self)
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

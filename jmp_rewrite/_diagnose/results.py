@@ -41,7 +41,7 @@ class Reference:
           values: the results of the reference.
           arguments: the arrays that the program was given.
         """
-        self.values = list(values)
+        self.values = [_array(x) for x in values]
         self.is_noise = [False] * len(self.values)
         self.is_spoilt = [not bool(_is_finite(x)) for x in self.values]
         self._arguments = arguments
@@ -50,7 +50,7 @@ class Reference:
     def shaken(self, run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """Finds the results that are noise, by another run with shaken arguments."""
         arguments = [_shake(x, i) for i, x in enumerate(self._arguments)]
-        for i, value in enumerate(run(arguments)):
+        for i, value in enumerate(map(_array, run(arguments))):
             start = self._start[i]
             if start is not None:
                 # What the parameter itself was shaken by is no change of its step.
@@ -61,12 +61,15 @@ class Reference:
     def errors(self, values: Sequence[Any]) -> list[float]:
         """Returns the error of each result: 0..inf, 0 for noise.
 
-        It is the norm of the difference over the norm of the reference, or of the
-        reference's change; inf if something is Inf or NaN that should not be; for
-        integers and booleans the share of wrong elements.
+        It is the norm of the difference over the norm of the reference; inf if
+        something is Inf or NaN that should not be; for integers and booleans the share
+        of wrong elements. Of a change it is the square of that: optimizers divide
+        gradients by their own size, so that each element of a step is as large as any
+        other, and the square is the share of them that is wrong. Of the first step of
+        Adam that is the small gradients, which hardly matter to the loss.
         """
         return [
-            0.0 if noise else self._error(i, x)
+            0.0 if noise else self._error(i, _array(x))
             for i, (x, noise) in enumerate(zip(values, self.is_noise, strict=True))
         ]
 
@@ -78,7 +81,13 @@ class Reference:
         distance, size, spoilt = jax.device_get(_distance(value, reference, other))
         if spoilt:
             return float("inf")
-        return float(distance / size) if distance else 0.0
+        error = float(distance / size) if distance else 0.0
+        return error if start is None else error**2
+
+
+def _array(x: Any) -> Any:
+    """Returns a result as an array: a constant of the program may be a number."""
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
 @jax.jit

@@ -44,7 +44,7 @@ def sentence(finding: Finding, findings: Sequence[Finding]) -> str:
         return f"{what}: step by step its error grows to {finding.error:.1%}"
     if finding.error > _AMPLIFIED * came_in > 0:
         times = finding.error / came_in
-        source = _worst_operand(finding, findings)
+        source = _rounded(finding, findings)
         return f"{what}: makes the error of {source} {times:.0f} times as large"
     if finding.is_half:
         return f"{what}: rounded to {finding.dtype}, off by {counts.introduced:.2%}"
@@ -77,6 +77,18 @@ def _least(finding: Finding) -> str:
     return f"{float(ml_dtypes.finfo(np.dtype(finding.dtype)).smallest_subnormal):.2g}"
 
 
-def _worst_operand(finding: Finding, findings: Sequence[Finding]) -> str:
-    worst = findings[max(finding.reads, key=lambda i: findings[i].error)]
-    return f"{worst.primitive} at {worst.line}" if worst.line.file else worst.primitive
+def _rounded(finding: Finding, findings: Sequence[Finding]) -> str:
+    """Returns whose error comes in: where it was rounded, if that is on the way.
+
+    What only hands an error on, a quotient by a temperature for example, is passed.
+    """
+    at, seen = finding, {finding.index}
+    while True:
+        sources = [i for i in at.reads if i not in seen and findings[i].error > 0]
+        if not sources:
+            break
+        at = findings[max(sources, key=lambda i: findings[i].error)]
+        seen.add(at.index)
+        if at.is_half and at.introduced > 0:
+            break
+    return f"{at.primitive} at {at.line}" if at.line.file else at.primitive

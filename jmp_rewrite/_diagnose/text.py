@@ -14,6 +14,11 @@ from jmp_rewrite._diagnose.blame import Finding
 # Lines that the table shows; `diagnosis.equations` has the rest.
 _LINES = 12
 COLUMNS = ("line", "scope", "equation", "error", "own", "lost", "blame")
+LEGEND = (
+    "error: against float32; own: what the equation itself adds; lost: values that "
+    "overflow or vanish in it; blame: how much of what it adds reaches a result; "
+    "\u2190: backward pass; +n: n more equations of the line"
+)
 # The columns on the left, of words, and how wide each is at least.
 _WORDS = (14, 10, 14)
 
@@ -33,7 +38,9 @@ def text(d: Any) -> str:
         for line in summary(d)
     ]
     groups = worst_lines(d.equations)
-    return "\n".join([*head, *_policy_lines(d), "", _table(groups, width)]).rstrip()
+    table = _table(groups, width)
+    legend = textwrap.fill(LEGEND, width) if table else ""
+    return "\n".join([*head, *_policy_lines(d), "", table, "", legend]).rstrip()
 
 
 def summary(d: Any) -> list[str]:
@@ -44,25 +51,29 @@ def summary(d: Any) -> list[str]:
     lines = [
         f"{d.name} under {d.diagnosed!r}",
         *filter(None, [d.about_reference]),
-        f"error of the {judged}: {error:.2g}, {verdict} the tolerance of "
-        f"{d.tolerance:g}" + (f" (the worst: {path})" if error else ""),
+        f"largest error of the {judged}: {error:.2g}"
+        + (f" in {path!r}" if error else "")
+        + f", {verdict} the tolerance of {d.tolerance:g}",
     ]
+    if d.scaling:
+        lines.append(f"fix: {d.scaling}")
     if d.worst:
         lines.append(f"worst: {place(d.worst)}: {d.why(d.worst)}")
     first = d.first_nonfinite
     if first and d.worst and first.index != d.worst.index:
         lines.append(f"first Inf or NaN: {place(first)}: {d.why(first)}")
-    return [*lines, *(a for a in d.advice if a != d.about_reference)]
+    said = (d.about_reference, d.scaling)
+    return [*lines, *(a for a in d.advice if a not in said)]
 
 
 def _policy_lines(d: Any) -> list[str]:
-    if d.error <= d.tolerance:
+    if d.error <= d.tolerance or d.scaling:
         return []
     if d.policy is None:
         return ["no scopes or rules bring it under: the program rounds to half itself"]
     runs = f"{len(d.tried)} run{'s' if len(d.tried) > 1 else ''}"
     return [
-        f"this policy does (error {d.policy_error:.2g}, found in {runs}):",
+        f"fix, tested in {runs} (error {d.policy_error:.2g}):",
         f"    policy = jmpr.{d.policy!r}",
     ]
 

@@ -48,16 +48,29 @@ def page(report: Any) -> str:
         "footer": html.escape(f"jmp_rewrite, JAX {jax.__version__}"),
         "data": _data(report.equations),
     }
-    template = importlib.resources.files("jmp_rewrite._explain").joinpath("report.html")
-    text = template.read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], text)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _template())
+
+
+def _template() -> str:
+    file = importlib.resources.files("jmp_rewrite._explain").joinpath("report.html")
+    return file.read_text(encoding="utf-8")
+
+
+def style() -> str:
+    """Returns the style sheet of the page."""
+    return _template().partition("<style>")[2].partition("</style>")[0]
 
 
 def notebook(report: Any) -> str:
     """Returns the page in a frame, so that its styles stay its own."""
+    return framed(page(report), "mixed precision report", 720)
+
+
+def framed(page: str, title: str, height: int) -> str:
+    """Returns a page in a frame of a notebook."""
     return (
-        '<iframe style="width: 100%; height: 720px; border: 0" title="mixed precision '
-        f'report" srcdoc="{html.escape(page(report))}"></iframe>'
+        f'<iframe style="width: 100%; height: {height}px; border: 0" title="{title}" '
+        f'srcdoc="{html.escape(page)}"></iframe>'
     )
 
 
@@ -89,22 +102,23 @@ def _tiles(report: Any) -> Iterator[str]:
         rest = report.flops * (1 - report.half_flops)
         bar = _bar([("half", report.flops - rest), ("full", rest)])
         what = f"of {flops_text(report.flops)} in matrix multiplications are half"
-        yield _tile(f"{report.half_flops:.0%}", what, bar)
+        yield tile(f"{report.half_flops:.0%}", what, bar)
     bar = _bar([("half", half), ("full", full)])
-    yield _tile(bytes_text(half + full), "of stored values: half, float32", bar)
+    yield tile(bytes_text(half + full), "of stored values: half, float32", bar)
     before, after = report.residual_bytes_before, report.residual_bytes
     if before:
         read = f"at most that the backward pass reads, {bytes_text(before)} in float32"
         bar = _bar([("half", after), ("", max(before - after, 0))])
-        yield _tile(bytes_text(after), read, bar)
+        yield tile(bytes_text(after), read, bar)
     moved = f", {bytes_text(report.cast_bytes)} read and written"
-    yield _tile(f"{report.casts:,}", f"casts{moved if report.casts else ''}")
+    yield tile(f"{report.casts:,}", f"casts{moved if report.casts else ''}")
     left = len(report.not_rewritten)
     more = f", {count_text(left, 'kernel or callback')} left alone" if left else ""
-    yield _tile(f"{len(report.equations):,}", f"equations{more}")
+    yield tile(f"{len(report.equations):,}", f"equations{more}")
 
 
-def _tile(number: str, what: str, bar: str = "") -> str:
+def tile(number: str, what: str, bar: str = "") -> str:
+    """Returns a card with a number, and what it is."""
     return (
         f'<div class="tile"><b>{html.escape(number)}</b>'
         f"<span>{html.escape(what)}</span>{bar}</div>"

@@ -5,6 +5,7 @@ import pytest
 from jmp_rewrite._diagnose.blame import Finding, blame
 from jmp_rewrite._diagnose.counts import SPOILT, UNKNOWN, Counts
 from jmp_rewrite._diagnose.lines import Line
+from jmp_rewrite._diagnose.sentences import sentence
 
 
 def finding(index, error, appeared=0.0, reads=(), line=None, **fields):
@@ -33,6 +34,18 @@ def test_where_it_appears_and_not_where_it_is_handed_on():
     ]
     assert worst(chain, {3: 0.6})[0] == 1
     assert 3 not in worst(chain, {3: 0.6})
+
+
+def test_an_amplified_error_is_that_of_what_was_rounded():
+    """A temperature of 1e-4: the similarity is what should be float32."""
+    rounded = {"introduced": 0.0019, "is_half": True, "primitive": "dot_general"}
+    chain = [
+        finding(0, 0.002, 0.0019, line=20, **rounded),
+        finding(1, 0.002, 0.0, [0], primitive="div"),  # by the temperature
+        finding(2, 0.9, 0.88, [1], introduced=1e-7, primitive="sub"),
+    ]
+    makes = "makes the error of dot_general at model.py:20 450 times as large"
+    assert sentence(chain[2], chain) == f"sub: {makes}"
 
 
 def test_what_reaches_no_result_does_no_harm():

@@ -1,5 +1,6 @@
 """`diagnose` names the line, says why, and finds what mends it."""
 
+import html
 import importlib.util
 import pathlib
 import sys
@@ -7,10 +8,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from programs import normal
 
-from jmp_rewrite import Policy, diagnose, mixed_precision
+from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
+from jmp_rewrite._diagnose import progress, results
 
 PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "planted_faults.py"
 
@@ -93,7 +96,7 @@ def test_what_is_not_finite_in_float32_either(monkeypatch):
         f"in float32 as well results are Inf or NaN, from {line} on: no policy mends "
         "that"
     )
-    assert said[2].startswith("error of the other results: 0, within")
+    assert said[2].startswith("largest error of the other results: 0, within")
     assert str(diagnosis).count("in float32 as well") == 1
 
 
@@ -112,7 +115,9 @@ def test_gradients_that_vanish_want_a_scale():
     x, w = normal(4, 16), normal(16, 16)
     grad = jax.grad(lambda w: 1e-9 * jnp.square(jnp.tanh(x @ w) @ w).mean())
     diagnosis = diagnose(grad, "mixed_float16")(w)
-    assert "gradients vanish in float16: scale the loss" in str(diagnosis)
+    assert "gradients vanish in float16, and the loss is not scaled" in " ".join(
+        str(diagnosis).split()
+    )
     assert "scale_loss" not in str(diagnose(grad, "mixed_bfloat16")(w))
 
 
@@ -150,8 +155,97 @@ def test_pictures():
     assert "square" in diagnosis._repr_html_()
 
 
+def test_a_page_in_the_style_of_the_report(tmp_path):
+    diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
+    diagnosis.save_html(tmp_path / "diagnosis.html")
+    page = (tmp_path / "diagnosis.html").read_text()
+    assert "--half: #0e8a7d" in page and "</main>" in page  # the report's colors
+    assert diagnosis.why(diagnosis.worst) in html.unescape(page)
+    assert f"policy = jmpr.{diagnosis.policy!r}" in html.unescape(page)
+    assert html.unescape(diagnosis._repr_html_()).count("<main>") == 1
+
+
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
-    with pytest.raises(ImportError, match=r"diagnosis.plot\(\) needs matplotlib"):
+    with pytest.raises(ImportError, match=r"pip install 'jmp_rewrite\[report\]'"):
         diagnosis.plot()
+
+
+def test_shapes_in_place_of_arrays():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ARGS)
+    with pytest.raises(TypeError, match="needs arrays, .*explain, which takes shapes"):
+        diagnose(overflows, "mixed_float16")(*shapes)
+
+
+def test_it_says_what_it_is_doing(monkeypatch, capfd):
+    diagnose(overflows, "mixed_float16")(*ARGS)
+    assert capfd.readouterr().err == ""  # it took a moment
+    monkeypatch.setattr(progress, "_QUIET", 0.0)
+    diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
+    assert "diagnose: running overflows in float32 and" in capfd.readouterr().err
+    print(diagnosis)
+    assert "diagnose: searching the fewest overrides" in capfd.readouterr().err
+
+
+def vanishing(params, x, scale=1.0):
+    def loss(params):
+        with jax.named_scope("net"):
+            return scale * 1e-7 * jnp.mean((jnp.tanh(x @ params[0]) @ params[1]) ** 2)
+
+    return jax.grad(loss)(params)
+
+
+def test_gradients_that_vanish_want_a_scale_and_no_policy():
+    args = (normal(16, 16, seed=1), normal(16, 4, seed=2)), normal(8, 16, seed=3)
+    diagnosis = diagnose(vanishing, "mixed_float16")(*args)
+    assert diagnosis.error > diagnosis.tolerance and diagnosis.policy is None
+    lines = str(diagnosis).splitlines()
+    assert lines[2].startswith("fix: ") and "scale" in lines[2] + lines[3]
+    assert "scopes=" not in str(diagnosis) and diagnosis.tried == []
+    assert "loss_scaling" in html.unescape(html.unescape(diagnosis._repr_html_()))
+    scaled = diagnose(lambda p, x: vanishing(p, x, 2.0**15), "mixed_float16")(*args)
+    assert scaled.scaling == "" and scaled.error < scaled.tolerance
+
+
+def test_an_overflow_is_not_mended_by_a_scale():
+    diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
+    assert diagnosis.scaling == "" and diagnosis.policy is not None
+
+
+def test_a_result_that_is_a_constant():
+    """Without loss scaling `last_step_finite` is a constant of the step."""
+    diagnosis = diagnose(lambda x: (x @ x, jnp.array(True)), "mixed_bfloat16")(
+        normal(8, 8, seed=1)
+    )
+    assert diagnosis.error < 0.01
+
+
+def test_a_step_is_judged_by_the_share_that_is_wrong():
+    """The first step of Adam is as large for the smallest gradient as for any other."""
+    start = jnp.ones((100, 10))
+    step = jnp.where(jnp.arange(1000).reshape(100, 10) % 2 == 0, 1e-3, -1e-3)
+    reference = results.Reference([start + step], [start])
+    lost = jnp.where(jnp.arange(100)[:, None] < 10, start, start + step)
+    assert reference.errors([lost]) == pytest.approx([0.1], rel=1e-3)
+    assert reference.errors([start]) == pytest.approx([1.0])
+
+
+def test_a_healthy_first_step_of_adam_is_called_healthy():
+    """Where large terms cancel, small gradients change their sign, and so do steps."""
+    tx = loss_scaling(optax.adam(1e-3))
+    x, y = normal(512, 64, seed=2) + 16, normal(512, 8, seed=3)
+    y = y - y.mean(0)
+
+    def step(params, opt_state):
+        def loss(params):
+            out = jnp.tanh(x @ params[0]) @ params[1]
+            return scale_loss(jnp.mean((out - y) ** 2), opt_state)
+
+        updates, _ = tx.update(jax.grad(loss)(params), opt_state, params)
+        return optax.apply_updates(params, updates)
+
+    params = normal(64, 32, seed=1) / 20, normal(32, 8, seed=5)
+    diagnosis = diagnose(step, "mixed_float16")(params, tx.init(params))
+    # By its norm the step is off by a third; a tenth of its elements are wrong.
+    assert 0.3 < diagnosis.error**0.5 and diagnosis.error < 0.15

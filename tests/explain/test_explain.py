@@ -147,7 +147,7 @@ jax.config.update("jax_platforms", "no such platform")
 x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 loss = lambda w, x: (jax.nn.relu(x @ w) @ w).sum()
 report = jmpr.explain(jax.grad(loss), "mixed_bfloat16")(x, x)
-assert report.half_flops == 1.0 and "dot_general" in str(report)
+assert report.half_flops == 1.0 and "matmuls in half" in str(report)
 """
     assert run_python("-c", code).returncode == 0
 
@@ -168,7 +168,7 @@ def test_no_argument_is_kept_alive():
 def test_a_decorated_function_is_explained_by_its_own_policy():
     decorated = mixed_precision(mlp, Policy("mixed_float16"))
     for fun in (decorated, jax.jit(decorated)):
-        report = explain(fun, "mixed_bfloat16")(*mlp_args())
+        report = explain(fun)(*mlp_args())
         assert report.policy == Policy("mixed_float16")
         assert report.name == "mlp"
         assert row(report, "dot_general").reason == "half: matrix product"
@@ -466,7 +466,7 @@ def test_without_products_no_operation_is_half():
     report = explain(jnp.tanh, "mixed_bfloat16")(spec(4))
     assert report.half_flops == 0.0
     assert report.advice == [
-        "There is no matrix product or convolution, so nothing is half."
+        "There is no matrix multiplication or convolution, so nothing is half."
     ]
 
 
