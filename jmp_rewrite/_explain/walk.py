@@ -92,7 +92,8 @@ class _Walk:
             for step in [self._step(origin, use, place, caller)]
             for part in _opened(eqn, step.eqn)
         ]
-        eqns, origins, steps = ([row[i] for row in rows] for i in range(3))
+        eqns, steps = [row[0] for row in rows], [row[2] for row in rows]
+        origins = [row[1] for row in rows]
         made = self._made(eqns, origins, steps)
         for index, (eqn, step) in enumerate(zip(eqns, steps, strict=True)):
             if made.get(origins[index]) == index:

@@ -70,6 +70,8 @@ def use_passes(passes: str = "all", *, device: str | None = None) -> Iterator[No
       >>> f = jax.jit(jmpr.mixed_precision(lambda x: x @ x, "mixed_bfloat16"))
       >>> with jmpr.use_passes("none"):
       ...     y = f(jnp.ones((2, 2)))
+      >>> y.dtype
+      dtype('float32')
     """
     if device is not None:
         device_of(device)

@@ -128,7 +128,18 @@ def test_stacks_that_are_named_exist():
     assert {a for a, _ in rows} == {b for _, b in rows} == known
 
 
-GUIDES = [page for page in PAGES if page.stem not in ("maintainers", "decisions")]
+def test_the_report_that_is_shown_begins_as_a_report(users_jax, tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "explain.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "explain"}
+    exec(compile(blocks("python", text)[0], "train.py", "exec"), namespace)
+    (shown,) = blocks("text", text)
+    report = str(namespace["report"]).splitlines()
+    assert shown.strip().splitlines() == report[: len(shown.strip().splitlines())]
+
+
+RULES = ("maintainers", "precision", "decisions")
+GUIDES = [page for page in PAGES if page.stem not in RULES]
 
 
 @pytest.mark.parametrize("page", [*GUIDES, ROOT / "README.md"], ids=name_of)
