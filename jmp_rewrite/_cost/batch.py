@@ -178,11 +178,11 @@ def _search(size: int, unit: int, memory: float) -> Generator[int, Estimate, _Fo
             too_large = min(guess, too_large or guess)
         if too_large is None:
             guess = 2 * small
-            if len(tried) > 1:
-                line = _line(peaks, memory)
-                guess = (
-                    line if len(tried) == 2 else max(line, int(fits * next(steps, 2)))
-                )
+            if len(tried) == 2:
+                guess = _line(peaks, memory)
+            elif len(tried) > 2:  # no line is straight for more than twice as far
+                line = min(_line(peaks, memory), 2 * fits)
+                guess = max(line, int(fits * next(steps, 2)))
         elif too_large - fits <= max(unit, fits * _CLOSE):
             break
         elif not fits:

@@ -145,7 +145,7 @@ def _without_prints(jaxpr: Any) -> Any:
         changed = any(params[k] is not v for k, v in eqn.params.items())
         eqns.append(eqn.replace(params=params) if changed else eqn)
     is_same = len(eqns) == len(body.eqns) and all(map(_is, eqns, body.eqns))
-    return jaxpr if is_same else _compat.with_equations(jaxpr, eqns)
+    return jaxpr if is_same else _compat.with_body(jaxpr, eqns=eqns)
 
 
 def _is(a: Any, b: Any) -> bool:
