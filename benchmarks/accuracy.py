@@ -27,7 +27,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import devices  # noqa: F401  it sets up the environment, so it comes before jax
+import devices  # noqa: F401  it chooses the backend, so it comes before jax
 import jax
 import jax.numpy as jnp
 import models

@@ -19,9 +19,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import hlo
-import liveness
 from programs import Key, compiled
+
+from jmp_rewrite._cost import hlo, liveness
 
 _TRANSFORMS = re.compile(r"^(jit|jvp|transpose|vmap|checkpoint|rematted_computation)\b")
 
@@ -181,7 +181,7 @@ def main() -> None:
     texts = {}
     for mode in () if options.files else options.modes:
         key = Key(options.model, mode, options.target, options.size)
-        texts[mode], _ = compiled(key)
+        texts[mode] = compiled(key)[0].text
     for file in options.files or ():
         texts[pathlib.Path(file).stem] = pathlib.Path(file).read_text()
     modules = {m: hlo.parse(t) for m, t in texts.items()}

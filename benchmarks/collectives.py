@@ -21,48 +21,41 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import math
 import os
-import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_WORKER_ID", "0")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax import lax  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from jmp_rewrite import mixed_precision  # noqa: E402
+from jmp_rewrite import Policy, explain, mixed_precision  # noqa: E402
+from jmp_rewrite._cost import devices, hlo  # noqa: E402
+from jmp_rewrite._cost.compile import Job, compile_jobs  # noqa: E402
+from jmp_rewrite._cost.program import lower  # noqa: E402
 
 WIDTH, LAYERS, ROWS = 1024, 4, 512
 TX = optax.adam(1e-3)
 MIB = 2.0**20
-BYTES = {"f32": 4, "bf16": 2, "f16": 2, "u32": 4, "s32": 4, "u16": 2}
-SHAPE = r"(\w+)\[([\d,]*)\]"
-LINE = re.compile(
-    r"= (?P<shapes>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter)(-start)?\("
-    r".*channel_id=(?P<channel>\d+)"
-)
+# Losses, counters and biases are smaller than this.
+LEAST = 4 * WIDTH * WIDTH / 64
+TIME_LIMIT = 1800.0
 
 
-def devices_of(target: str) -> np.ndarray:
-    """Returns eight CPU devices, or the chips of a TPU topology."""
+def mesh_of(target: str) -> Mesh | AbstractMesh:
+    """Returns a mesh of eight CPU devices, or of the chips of a TPU topology."""
     if target == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)
-        return np.array(jax.devices())
-    return np.array(topologies.get_topology_desc(target, platform="tpu").devices)
+        return Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    sizes, auto = (devices.target(target).devices,), (AxisType.Auto,)
+    return AbstractMesh(sizes, ("data",), axis_types=auto)
 
 
 # ---- models
@@ -124,7 +117,9 @@ def make_step(net: Callable[..., Any], policy: str, outside: bool) -> Any:
     return step if outside else half(step, policy)
 
 
-def compile_text(net: Any, policy: str, outside: bool, mesh: Mesh, scan: bool) -> str:
+def compile_text(
+    net: Any, policy: str, outside: bool, mesh: Any, scan: bool, target: str
+) -> str:
     """Compiles a train step ahead of time and returns its text."""
 
     def placed(x: Any, spec: Any) -> Any:
@@ -142,29 +137,22 @@ def compile_text(net: Any, policy: str, outside: bool, mesh: Mesh, scan: bool) -
     batch = placed(jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), P("data"))
     out = (*jax.tree.map(lambda x: x.sharding, state), None)
     step = jax.jit(make_step(net, policy, outside), out_shardings=out)
-    return step.lower(*state, batch, batch).compile().as_text()
+    if target == "cpu":
+        return step.lower(*state, batch, batch).compile().as_text()
+    subject = explain(step, "float32")(*state, batch, batch).subject
+    on = devices.target(target)
+    job = Job(on, lower(subject.program(Policy("float32")), on))
+    [found] = compile_jobs([job], TIME_LIMIT)
+    if "error" in found.answer:
+        raise RuntimeError(found.answer["error"])
+    return found.text
 
 
 def traffic(text: str) -> dict[str, float]:
-    """Sums what the collectives of weights and gradients move, in bytes.
-
-    One op has one channel, also where the text shows it several times. What stands in
-    a loop over layers runs once a layer.
-    """
+    """Sums what the collectives of weights and gradients move, in bytes."""
     found: dict[str, float] = collections.Counter()
-    seen = set()
-    for match in filter(None, map(LINE.search, text.splitlines())):
-        kind, channel = match["kind"], match["channel"]
-        if (kind, channel) in seen:
-            continue
-        seen.add((kind, channel))
-        trips = LAYERS if "while/body" in match.string else 1
-        for dtype, dims in re.findall(SHAPE, match["shapes"]):
-            size = math.prod(int(d) for d in dims.split(",") if d)
-            if size < WIDTH * WIDTH / 64:
-                continue  # losses, counters, biases
-            name = "gathered" if kind == "all-gather" else f"reduced {dtype}"
-            found[name] += trips * size * BYTES[dtype]
+    for (kind, dtype), size in hlo.parse(text).collectives(LEAST).items():
+        found["gathered" if kind == "all-gather" else f"reduced {dtype}"] += size
     return dict(found)
 
 
@@ -181,7 +169,7 @@ WAYS = {
 
 def measure(target: str) -> list[dict[str, Any]]:
     """Compiles every model in every way."""
-    mesh = Mesh(devices_of(target), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(target)
     rows = []
     for model, net in models(mesh).items():
         for way, (policy, outside, precision) in WAYS.items():
@@ -189,7 +177,7 @@ def measure(target: str) -> list[dict[str, Any]]:
                 continue
             with jax.default_matmul_precision(precision):
                 scan = model.startswith("scan")
-                text = compile_text(net, policy, outside, mesh, scan)
+                text = compile_text(net, policy, outside, mesh, scan, target)
             name = "bfloat16 by hand" if "by hand" in model else way
             row = {"model": model, "way": name, **traffic(text)}
             rows.append(row)

@@ -28,10 +28,10 @@ COLUMNS = ("mcycles", "gb_accessed", "gb_written", "mb_temp", "casts", "converts
 def row(key: Key, fresh: bool = False) -> dict[str, Any]:
     """One row of the table: see `devices.Cost`."""
     try:
-        text, facts = compiled(key, fresh)
+        found, casts = compiled(key, fresh)
     except RuntimeError as error:
         return {"error": str(error).splitlines()[-1]}
-    return dataclasses.asdict(devices.measure(text, facts))
+    return dataclasses.asdict(devices.measure(key.target, found, casts))
 
 
 def print_rows(name: str, by_mode: Mapping[str, dict[str, Any]]) -> None:

@@ -1,8 +1,7 @@
 """The real compilers of TPU and NVIDIA GPU, without the devices.
 
-`lower_for` and `compile_lowered` compile ahead of time; `measure` says what the
-compiler says. They need `jax[tpu]`'s `libtpu` for "v5e" and "v6e", and `jax[cuda13]`'s
-plugin (no driver) for "h200", whose description is in `h200.txtpb`.
+They are the package's own, behind `report.cost`: `jmp_rewrite/_cost`. They need
+`jax[tpu]`'s `libtpu` for TPUs and `jax[cuda13]`'s plugin (no driver) for GPUs.
 
 A program on no device is not tuned on one: on the GPU the library's choice among
 algorithms and tiles is the default one, so bytes and memory are comparable between two
@@ -13,29 +12,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
-}
-os.environ.update(ENVIRONMENT)
+os.environ["JAX_PLATFORMS"] = "cpu"  # nothing runs on a device here
 
-import hlo  # noqa: E402
 import jax  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 from jax.extend import core as jex  # noqa: E402
 
-TARGETS = ("v5e", "v6e", "h200")
-_H200 = pathlib.Path(__file__).parent / "h200.txtpb"
+from jmp_rewrite._cost.compile import Job, compile_jobs  # noqa: E402
+from jmp_rewrite._cost.devices import target as target_of  # noqa: E402
+from jmp_rewrite._cost.estimate import estimate  # noqa: E402
+from jmp_rewrite._cost.program import Program, lower  # noqa: E402
+from jmp_rewrite._cost.store import Compiled  # noqa: E402
+
+TARGETS = {"v5e": "TPU v5e", "v6e": "TPU v6e", "h200": "NVIDIA H200"}
+# A U-Net takes 25 minutes of two cores.
+_TIME_LIMIT = 7200.0
 
 
 @dataclasses.dataclass
@@ -67,34 +60,33 @@ class Cost:
     seconds: float
 
 
-def device_of(target: str) -> Any:
-    """A device to compile for, of a topology that is only described."""
-    if target == "h200":
-        topology = topologies.get_topology_desc(
-            "h200",
-            platform="cuda",
-            target_config=_H200.read_text(),
-            topology="1x1x1",
-        )
-    else:
-        topology = topologies.get_topology_desc(f"{target}:2x2", platform="tpu")
-    return topology.devices[0]
-
-
-def lower_for(
-    target: str, step: Callable[..., Any], args: Any, donate: tuple[int, ...] = ()
-) -> tuple[Any, int]:
-    """Lowers a step for shapes on one device.
+def compiled(
+    target: str,
+    step: Callable[..., Any],
+    args: Any,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, str] | None = None,
+    fresh: bool = False,
+) -> tuple[Compiled, int]:
+    """Compiles a step for shapes on one device, unless it is kept already.
 
     Returns:
-      A `jax.stages.Lowered` and the number of casts in the step's jaxpr.
+      What the compiler made of it, and the number of casts in the step's jaxpr.
+
+    Raises:
+      RuntimeError: if it cannot be compiled.
     """
-    sharding = jax.sharding.SingleDeviceSharding(device_of(target))
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+    closed = jax.make_jaxpr(lambda *a: step(*a))(*args)
+    donated = [n in donate for n, a in enumerate(args) for _ in jax.tree.leaves(a)]
+    program = Program(
+        "step", closed, donated, [None] * len(donated), [None] * len(closed.out_avals)
     )
-    traced = jax.jit(step, donate_argnums=donate).trace(*args)
-    return traced.lower(), casts(traced.jaxpr)
+    on = target_of(TARGETS.get(target, target))
+    job = Job(on, lower(program, on), tuple((options or {}).items()))
+    [found] = compile_jobs([job], _TIME_LIMIT, fresh=fresh)
+    if "error" in found.answer:
+        raise RuntimeError(found.answer["error"])
+    return found, casts(closed)
 
 
 def casts(jaxpr: Any) -> int:
@@ -108,39 +100,19 @@ def casts(jaxpr: Any) -> int:
     return count
 
 
-def compile_lowered(
-    lowered: Any, options: dict[str, Any] | None = None
-) -> tuple[Any, dict[str, Any]]:
-    """Compiles.
-
-    Returns:
-      A `jax.stages.Compiled`, and what the compiler says beside the program's text.
-    """
-    start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options or None)
-    seconds = time.perf_counter() - start
-    analysis = compiled.cost_analysis() or {}
-    return compiled, {
-        "accessed": analysis.get("bytes accessed"),
-        "temp": compiled.memory_analysis().temp_size_in_bytes,
-        "seconds": seconds,
-    }
-
-
-def measure(text: str, facts: dict[str, Any]) -> Cost:
-    """Reads a compiled program's text and the facts beside it."""
-    module = hlo.parse(text)
-    cycles, accessed = module.cycles(), facts["accessed"]
-    if accessed:
-        accessed += module.bytes_repeated()
+def measure(target: str, found: Compiled, casts: int) -> Cost:
+    """Reads a compiled program."""
+    on = target_of(TARGETS.get(target, target))
+    seen = estimate(found, on)
+    cycles, is_tpu = seen.estimated_cycles, on.platform == "tpu"
     return Cost(
         mcycles=cycles / 1e6 if cycles else None,
-        gb_accessed=accessed / 1e9 if accessed else None,
-        gb_written=module.bytes_written() / 1e9,
-        mb_temp=facts["temp"] / 1e6,
-        casts=facts["casts"],
-        converts=module.converts(),
-        lone_converts=len(module.lone_converts()),
-        kernels=sum(k.times for k in module.kernels()),
-        seconds=facts["seconds"],
+        gb_accessed=seen.bytes_accessed / 1e9 if is_tpu else None,
+        gb_written=seen.bytes_written / 1e9,
+        mb_temp=seen.temporary_bytes / 1e6,
+        casts=casts,
+        converts=seen.converts,
+        lone_converts=seen.lone_converts,
+        kernels=seen.kernels,
+        seconds=seen.seconds,
     )

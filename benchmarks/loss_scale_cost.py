@@ -26,12 +26,13 @@ import pathlib
 import re
 from typing import Any
 
-import devices  # noqa: F401  it sets up the environment, so it comes before jax
-import hlo
+import devices  # noqa: F401  it chooses the backend, so it comes before jax
 import jax
 import models
 from compare import row
 from programs import Key, compiled
+
+from jmp_rewrite._cost import hlo
 
 MEASURES = ("mcycles", "gb_accessed", "gb_written", "mb_temp", "kernels")
 # The check stands outside of the model's scopes; rounding to float16 asks inside them.
@@ -81,7 +82,7 @@ def compare(model: str, size: str, target: str, half: str) -> dict[str, Any]:
     """Measures one pair of programs."""
     keys = [Key(model, m, target, size) for m in (half, f"{half}_scaled")]
     plain, scaled = (row(k) for k in keys)
-    text, _ = compiled(keys[1])
+    text = compiled(keys[1])[0].text
     module = models.load(model)
     workload = module.make(jax.numpy.float32, getattr(module, size.upper()))
     params = workload.arguments()[0]

@@ -79,14 +79,12 @@ def how_it_works(found: dict[str, Any]) -> Programs:
 def row(target: str, step: Any, args: tuple[Any, ...], found: dict[str, Any]) -> Any:
     """Compiles a program; says what went wrong if it does not."""
     try:
-        lowered, casts = devices.lower_for(target, step, args)
-        compiled, facts = devices.compile_lowered(lowered)
+        compiled, casts = devices.compiled(target, step, args)
     except Exception as error:  # the compiler's errors are of many types
         return {"ok": False, "error": f"{type(error).__name__}: {error}"}
-    text = compiled.as_text()
-    if "kernels" in found and not found["kernels"](text):
+    if "kernels" in found and not found["kernels"](compiled.text):
         return {"ok": False, "error": "the notebook finds no kernels in the text"}
-    cost = devices.measure(text, facts | {"casts": casts})
+    cost = devices.measure(target, compiled, casts)
     return {
         "ok": True,
         "mb_temp": round(cost.mb_temp, 1),

@@ -1,5 +1,6 @@
 """Automatic mixed precision for JAX: a function is traced, rewritten and run."""
 
+from jmp_rewrite._cost import Cost as Cost
 from jmp_rewrite._diagnose.diagnose import diagnose as diagnose
 from jmp_rewrite._diagnose.diagnosis import Diagnosis as Diagnosis
 from jmp_rewrite._explain.explain import explain as explain

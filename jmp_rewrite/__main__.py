@@ -1,4 +1,4 @@
-"""The command line: ``python -m jmp_rewrite`` trains, ``rules`` and ``devices`` look.
+"""The command line: the main job trains, ``rules``, ``devices``, ``estimate`` look.
 
 What the training alone needs (scikit-learn, matplotlib, rich) is imported when it runs.
 """
@@ -79,7 +79,8 @@ def _training_parser() -> argparse.ArgumentParser:
         description="Trains the model of Keras' mixed precision guide on handwritten "
         "digits under several policies, prints a table and draws the curves.",
         epilog=f"`{PROG} rules` prints the category of each primitive; `{PROG} devices`"
-        f" says which policy is fast here; `{PROG} passes` prints the passes.",
+        f" says which policy is fast here; `{PROG} passes` prints the passes; `{PROG} "
+        "estimate` what a program costs on a device that you need not hold.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -252,6 +253,73 @@ def _passes(argv: Sequence[str]) -> None:
         print(f"{'':{width}}  {own.reason}.")
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+    return seconds
+
+
+def _estimate_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=f"{PROG} estimate",
+        description="Says what a program costs on devices that you need not hold, by "
+        "their compilers: memory, whether it fits, bytes, and cycles on TPUs.",
+        epilog="Without --shapes FUNCTION takes no argument and returns what to "
+        "estimate and its arguments: `return train_step, (params, opt_state, batch)`, "
+        "arrays or jax.ShapeDtypeStruct.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("function", metavar="MODULE:FUNCTION", help="or FILE.py:FUNCTION")
+    add(
+        "--device",
+        action="append",
+        required=True,
+        metavar="NAME",
+        help="'TPU v5e', 'NVIDIA H100', 'TPU v5e:4x4'; may be said several times",
+    )
+    add("--policy", type=_policy, metavar="NAME", help="beside float32; default: the "
+        "function's own, or mixed_bfloat16")  # fmt: skip
+    add("--shapes", nargs="+", metavar="TYPE", help="of FUNCTION's arguments: f32[8,2]")
+    add("--largest-batch", action="store_true", help="search it, too; takes long")
+    add("--time-limit", type=_seconds, metavar="SECONDS", help="of each compilation")
+    add("--html", type=pathlib.Path, metavar="PATH", help="where to write HTML, too")
+    return parser
+
+
+def _estimate(argv: Sequence[str]) -> None:
+    """Prints what a program costs on devices."""
+    parser = _estimate_parser()
+    args = parser.parse_args(argv)
+    if not os.environ.get("JAX_PLATFORMS"):  # it is only traced here
+        jax.config.update("jax_platforms", "cpu")
+    from jmp_rewrite._explain import named
+
+    asked: dict[str, Any] = {}
+    if args.time_limit is not None:
+        asked["time_limit"] = args.time_limit
+    if args.policy is not None:  # whatever the function itself says
+        asked["policies"] = ["float32", args.policy]
+    try:
+        report = named.report(args.function, args.shapes, args.policy)
+        cost = report.cost(*args.device, **asked)
+        print(cost, end="")
+        if args.largest_batch:
+            print(f"\n{cost.largest_batch()}", end="")
+        if args.html:
+            cost.save_html(args.html)
+    except ImportError as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(str(error).splitlines()[0])
+    if any(row.fits is None for row in cost.rows):
+        raise SystemExit(1)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line.
 
@@ -265,7 +333,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv and argv[0] == "--version":
         print(f"jmp_rewrite {jmp_rewrite.__version__}, JAX {jax.__version__}")
         return
-    commands = {"rules": _rules, "devices": _devices, "passes": _passes}
+    commands = {
+        "rules": _rules,
+        "devices": _devices,
+        "passes": _passes,
+        "estimate": _estimate,
+    }
     command = commands.get(argv[0] if argv else "")
     try:
         command(argv[1:]) if command else _train(argv)

@@ -6,12 +6,14 @@ The rest of the library sees one JAX.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax, tree_util
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
@@ -355,7 +357,8 @@ def is_for(context: Any, devices: tuple[str, ...]) -> bool:
     if len(context.platforms) != 1:
         return False
     (platform,) = context.platforms
-    version = getattr(context.backend, "platform_version", "")
+    kind = _DESCRIBED.value
+    version = f"{kind}\n" if kind else getattr(context.backend, "platform_version", "")
     is_tpu = platform == "tpu"
     return any(d == platform or (is_tpu and f"{d}\n" in version) for d in devices)
 
@@ -384,3 +387,81 @@ def lays_out(sharding: Any) -> bool:
 def is_reference(aval: Any) -> bool:
     """Tells the type of a mutable array reference."""
     return hasattr(aval, "inner_aval")
+
+
+# The `device_kind` that a program is lowered for in a process that does not hold such a
+# device; in the keys of JAX's caches, as every user context is.
+_DESCRIBED = jax.make_user_context(None)
+
+
+def lowering_for(kind: str) -> contextlib.AbstractContextManager[None]:
+    """Lowers for a device that is only described, by its `device_kind`."""
+    return _DESCRIBED(kind)
+
+
+def lower(traced: Any, platform: str) -> Any:
+    """Lowers a `jax.stages.Traced` for a platform that this process may not have."""
+    return traced.lower(lowering_platforms=(platform,))
+
+
+def unplaced(lowered: Any) -> tuple[list[bool], list[bool]]:
+    """Returns which parameters and results the partitioner may place as it likes.
+
+    Args:
+      lowered: a `jax.stages.Lowered`.
+    """
+    from jax._src.interpreters import pxla
+
+    args = lowered._lowering.compile_args
+    unspecified = pxla.get_prop_to_input_output(
+        args["in_shardings"], args["out_shardings"], len(args["ordered_effects"])
+    )
+    free_parameters, free_results = unspecified
+    return list(free_parameters), list(free_results)
+
+
+def compile_module(
+    module: bytes,
+    devices: Sequence[Any],
+    free: tuple[list[bool], list[bool]],
+    options: dict[str, str],
+) -> Any:
+    """Compiles a StableHLO module for devices that are only described.
+
+    Args:
+      module: MLIR bytecode, as `Operation.write_bytecode` writes it.
+      devices: of a described topology, in the order of the program's mesh.
+      free: what `unplaced` returned.
+      options: the compiler's own.
+
+    Returns:
+      JAX's executable, which cannot be run here.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir as jax_mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    client = devices[0].client
+    chosen = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=np.array(devices, dtype=object).reshape(1, -1),
+        env_options_overrides=options,
+        backend=client,
+    )
+    build = chosen.executable_build_options
+    build.allow_spmd_sharding_propagation_to_parameters = free[0]
+    build.allow_spmd_sharding_propagation_to_output = free[1]
+    with jax_mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        return compiler.backend_compile_and_load(
+            client, parsed, xla_client.DeviceList(tuple(devices)), chosen, []
+        )
+
+
+def is_started() -> bool:
+    """Whether this process has started a backend."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()

@@ -9,7 +9,6 @@ on every layer, loss in float32. No model has dropout: random bits are the same 
 from __future__ import annotations
 
 import importlib
-import pathlib
 from types import ModuleType
 
 NAMES = ("mlp", "gpt2", "resnet50", "vit", "bert", "scan", "lstm", "unet")
@@ -18,9 +17,3 @@ NAMES = ("mlp", "gpt2", "resnet50", "vit", "bert", "scan", "lstm", "unet")
 def load(name: str) -> ModuleType:
     """The module of one model."""
     return importlib.import_module(f"models.{name}")
-
-
-def source(name: str) -> str:
-    """The source that one model is made of."""
-    folder = pathlib.Path(__file__).parent
-    return "".join((folder / f"{n}.py").read_text() for n in ("common", name))

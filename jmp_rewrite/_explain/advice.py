@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from jmp_rewrite import _cost
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._explain import residuals
 from jmp_rewrite._explain.reasons import INTERNAL, NONE
 from jmp_rewrite._explain.rows import Equation
-from jmp_rewrite._explain.units import count_text, flops_text
 from jmp_rewrite._loss_scaling.lineage import SCALED
 from jmp_rewrite._policy import Policy
+from jmp_rewrite._units import bytes_text, count_text, flops_text
 
 # Half products run on tensor cores at full speed if their dimensions are multiples of 8
 # (NVIDIA, "Matrix Multiplication Background User's Guide", section 4).
@@ -41,6 +42,7 @@ class Facts(NamedTuple):
       left_alone: what is not rewritten, as a sentence each.
       unused_rules: keys of the policy's rules that are in no equation.
       unused_scopes: patterns of the policy that matched nothing.
+      costs: what compilers have said of it, if they were asked.
     """
 
     policy: Policy
@@ -50,6 +52,7 @@ class Facts(NamedTuple):
     left_alone: Sequence[str]
     unused_rules: Sequence[str]
     unused_scopes: Sequence[str]
+    costs: Sequence[_cost.CostRow] = ()
 
 
 def advice(facts: Facts) -> list[str]:
@@ -72,6 +75,7 @@ def advice(facts: Facts) -> list[str]:
         _unused,
         _small_products,
         _dimensions,
+        _costs,
     )
     return [sentence for check in checks for sentence in check(facts)]
 
@@ -242,3 +246,33 @@ def _padding(size: int) -> str:
         padded = f"{cores} or {lanes}" if cores < lanes else f"{lanes}"
         misses = "8 (GPU) and 128 (TPU)"
     return f"a dimension of {size} misses multiples of {misses}: pad it to {padded}."
+
+
+def _costs(facts: Facts) -> Iterator[str]:
+    """What compilers said of the policy beside float32."""
+    plain = {row.device: row for row in facts.costs if row.policy == "float32"}
+    own = _cost.policy_text(facts.policy)
+    for row in facts.costs:
+        before = plain.get(row.device)
+        if row.policy != own or before is None or None in (row.fits, before.fits):
+            continue
+        yield from _verdict(row, before)
+        if row.estimated_cycles and before.estimated_cycles:
+            ratio = row.estimated_cycles / before.estimated_cycles
+            if ratio >= 1:
+                yield (
+                    f"On {row.device} half precision buys no speed: {row.compiler} "
+                    f"estimates {ratio:.2f} of float32's cycles."
+                )
+
+
+def _verdict(row: _cost.CostRow, before: _cost.CostRow) -> Iterator[str]:
+    if not row.fits:
+        yield f"It does not fit on {row.device}, by {row.compiler}."
+    elif not before.fits:
+        yield f"It fits on {row.device}, and in float32 does not, by {row.compiler}."
+    elif row.peak_bytes and before.peak_bytes:
+        yield (
+            f"On {row.device} the peak of memory is {bytes_text(row.peak_bytes)}, in "
+            f"float32 {bytes_text(before.peak_bytes)}, by {row.compiler}."
+        )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jmp_rewrite._explain import summary
-from jmp_rewrite._explain.units import bytes_text, count_text, flops_text
+from jmp_rewrite._units import bytes_text, count_text, flops_text
 
 # Tables of more rows than these are cut; the rest is in `report.equations`.
 _SCOPES, _LARGEST, _EQUATIONS, _ALL = 24, 5, 30, 60

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from jmp_rewrite import _transform
+from jmp_rewrite import _cost, _transform
 from jmp_rewrite._arguments import name_of, not_a_function
 from jmp_rewrite._explain.report import Decision, Report
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
@@ -60,9 +60,16 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         if inner is None:
             traced = _transform.trace_types(fun, args, kwargs)
-            return _report(fun, traced, as_policy(fixed))
+            return _report(fun, traced, as_policy(fixed), call(args, kwargs, traced))
         traced = _transform.trace_types(inner.fun, args, kwargs, inner.hide)
-        return _report(inner.fun, traced, as_policy(fixed or inner.policy))
+        chosen = as_policy(fixed or inner.policy)
+        return _report(inner.fun, traced, chosen, call(args, kwargs, traced))
+
+    def call(args: Any, kwargs: Any, traced: _transform.Traced) -> _cost.Call:
+        def again(*args: Any, **kwargs: Any) -> _cost.Subject:
+            return explained(*args, **kwargs).subject
+
+        return _cost.call_of(fun, args, kwargs, traced, again)
 
     return explained
 
@@ -80,7 +87,9 @@ def _decorated(fun: Any) -> _transform.Decorated | None:
     return found if is_own else None
 
 
-def _report(fun: Any, traced: _transform.Traced, policy: Policy) -> Report:
+def _report(
+    fun: Any, traced: _transform.Traced, policy: Policy, call: _cost.Call
+) -> Report:
     graph, plan, unused = _transform.decide_quietly(traced, policy)
     return Report(
         Decision(
@@ -92,5 +101,6 @@ def _report(fun: Any, traced: _transform.Traced, policy: Policy) -> Report:
             arguments=parameters.argument_paths(traced.arguments),
             results=parameters.result_paths(traced.results),
             unused_scopes=unused,
+            call=call,
         )
     )

@@ -13,7 +13,7 @@ import jax
 
 from jmp_rewrite._explain import summary
 from jmp_rewrite._explain.rows import Equation
-from jmp_rewrite._explain.units import bytes_text, count_text, flops_text
+from jmp_rewrite._units import bytes_text, count_text, flops_text
 
 _LARGEST = 10
 # Columns of words are kept as indices into a list of the distinct ones.

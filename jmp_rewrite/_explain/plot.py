@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jmp_rewrite._explain import figure as figures
 from jmp_rewrite._explain.summary import Scope
-from jmp_rewrite._explain.units import bytes_text, count_text
+from jmp_rewrite._units import bytes_text, count_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._explain.units import bytes_text
 from jmp_rewrite._graph.nodes import Graph, Node, elements
 from jmp_rewrite._precision.cost import FLOAT32_BYTES, HALF_BYTES
 from jmp_rewrite._precision.decide import Action, Plan
 from jmp_rewrite._rules.table import Category
+from jmp_rewrite._units import bytes_text
 
 # Categories beside those of the rules.
 CALL = "call"

@@ -9,9 +9,10 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from jax.extend import core as jex
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, _cost, _transform
 from jmp_rewrite._explain import advice as _advice
 from jmp_rewrite._explain import html, provenance, residuals, rows, summary
 from jmp_rewrite._explain import plot as _report_plot
@@ -23,7 +24,7 @@ from jmp_rewrite._explain.rows import Equation
 from jmp_rewrite._explain.stored import stored
 from jmp_rewrite._explain.walk import Draft, walk
 from jmp_rewrite._graph.nodes import Graph, reached
-from jmp_rewrite._policy import Policy
+from jmp_rewrite._policy import Policy, PolicyLike
 from jmp_rewrite._precision import parameters, pins
 from jmp_rewrite._precision.decide import Plan
 
@@ -45,6 +46,7 @@ class Decision(NamedTuple):
       arguments: for each parameter its path, None for optimizer state.
       results: for each result its path.
       unused_scopes: patterns of the policy that matched nothing.
+      call: that was explained, with types in place of arrays.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Decision(NamedTuple):
     arguments: Sequence[str | None]
     results: Sequence[str]
     unused_scopes: Sequence[str]
+    call: _cost.Call
 
 
 class LeftAlone(NamedTuple):
@@ -100,6 +103,7 @@ class Report:
 
     def __init__(self, decision: Decision) -> None:
         self._decision = decision
+        self._costs: list[_cost.CostRow] = []
 
     @property
     def name(self) -> str:
@@ -225,6 +229,67 @@ class Report:
     def _backward(self) -> residuals.BackwardPass:
         return residuals.BackwardPass()
 
+    # ---- on devices
+
+    def cost(
+        self,
+        *devices: str,
+        policies: Sequence[PolicyLike] | None = None,
+        time_limit: float = _cost.TIME_LIMIT,
+    ) -> _cost.Cost:
+        """Says what the function costs on devices that you need not hold.
+
+        Whether it fits, how much memory and how many bytes it takes, and on TPUs how
+        many cycles, in float32 and under the policy: by the devices' own compilers,
+        ahead of time. Each program is compiled in a process of its own, which takes
+        from seconds to minutes and is remembered on disk. TPUs need the package
+        `libtpu`, NVIDIA GPUs `jax-cuda13-plugin` and `jax-cuda13-pjrt`; no such device
+        is needed, and no environment variable.
+
+        Arguments that `jax.jit` donates are donated, and arrays whose shardings are
+        over a mesh stay sharded: such a program is estimated for a topology of as many
+        devices, "TPU v5e:4x4".
+
+        Args:
+          *devices: their names: "TPU v2", ..., "TPU v6e", "TPU7x", "NVIDIA T4", "NVIDIA
+            L4", "NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA B200"; also as
+            people write them, "v5e" or "h100".
+          policies: to compare; None for float32 and the report's own.
+          time_limit: seconds for each compilation.
+
+        Returns:
+          A `Cost`: print it. Its `rows` are named tuples, and `largest_batch` searches
+          the largest batch that fits.
+
+        Raises:
+          ImportError: if a compiler is not installed.
+          TypeError: for a device that is no name.
+          ValueError: for an unknown device or policy, for none, or for a topology of
+            another number of devices than the program's.
+        """
+        found = _cost.cost(self.subject, devices, policies, time_limit)
+        self._costs += found.rows
+        self.__dict__.pop("advice", None)  # it takes up what is known now
+        return found
+
+    @property
+    def subject(self) -> _cost.Subject:
+        """What `cost` estimates."""
+        decision = self._decision
+        return _cost.Subject(self.name, self.policy, self._rewritten, decision.call)
+
+    def _rewritten(self, policy: Policy) -> Any:
+        """Returns the program as a policy rewrites it, a closed jaxpr."""
+        if policy == self.policy:
+            return self.jaxpr
+        decision = self._decision
+        if policy.compute_dtype == np.float32:
+            return decision.closed
+        paths = decision.arguments, decision.results
+        return provenance.emit(
+            _transform.decide(decision.closed, policy, *paths)
+        ).closed
+
     # ---- words
 
     @functools.cached_property
@@ -262,6 +327,7 @@ class Report:
                 left_alone=[left.sentence for left in self.not_rewritten],
                 unused_rules=[r for r in rules if r not in used],
                 unused_scopes=decision.unused_scopes,
+                costs=list(dict.fromkeys(self._costs)),
             )
         )
 

@@ -21,7 +21,7 @@ from jmp_rewrite._explain import stored
 from jmp_rewrite._explain.document import document
 from jmp_rewrite._explain.summary import fold, largest_full, scopes
 from jmp_rewrite._explain.text import render, rich_parts
-from jmp_rewrite._explain.units import bytes_text, flops_text
+from jmp_rewrite._units import bytes_text, flops_text
 
 
 @pytest.fixture(autouse=True)
@@ -228,8 +228,7 @@ def test_an_upper_bound_is_called_one_and_advises_no_batch():
             x = x @ w
         return x
 
-    args = [LARGE] * 4, LARGE
-    report = explain(loss, "mixed_bfloat16")(*args)
+    report = explain(loss, "mixed_bfloat16")([LARGE] * 4, LARGE)
     assert report.residual_bytes_before == 2 * report.residual_bytes
     assert report.advice == []
     text = " ".join(str(report).split())

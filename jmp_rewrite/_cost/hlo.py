@@ -44,6 +44,19 @@ BOOKKEEPING = frozenset(
 # These run other computations, whose kernels are counted in their place.
 RUNS = frozenset({"call", "conditional", "while"})
 
+# These move arrays between devices.
+COLLECTIVES = frozenset(
+    {
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "reduce-scatter",
+    }
+)
+
 # What stands between the parentheses of these may be a number.
 NUMBERED = frozenset({"constant", "parameter"})
 
@@ -52,6 +65,9 @@ UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
 # A fusion of nothing else than these and a convert is a cast that stands alone.
 LAYOUT = BOOKKEEPING | {"copy", "transpose", "reshape", "broadcast"}
+
+# From here on a number of cycles is none: no kernel runs for a day.
+_NO_CYCLES = 2**48
 
 _HEAD = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\](\{[^}]*\})?")
@@ -135,9 +151,12 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate, of a TPU alone."""
+        """The compiler's estimate, of a TPU alone; 0 where there is none.
+
+        Where it has none it may also write a number near 2**63.
+        """
         found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
-        return int(found[1]) if found else 0
+        return int(found[1]) if found and int(found[1]) < _NO_CYCLES else 0
 
     @property
     def op_name(self) -> str:
@@ -285,6 +304,52 @@ class Module:
             if k.times > 1
             for arrays in (self.read(k.instruction), self.written(k.instruction))
         )
+
+    def bytes_read(self) -> float:
+        """Bytes that all kernels read."""
+        return sum(
+            k.times * sum(a.bytes for a in self.read(k.instruction))
+            for k in self.kernels()
+        )
+
+    def collectives(self, least: float = 0) -> dict[tuple[str, str], float]:
+        """Bytes that a device takes part in moving, by kind of collective and dtype.
+
+        Of a gather they are what it makes, of a reduction what it reads. An operation
+        has one channel, also where the text shows it several times.
+
+        Args:
+          least: arrays of fewer bytes do not count.
+        """
+        found: dict[tuple[str, str], float] = {}
+        seen = set()
+        for i, times in self._everything(self.entry, 1):
+            kind = i.opcode.removesuffix("-start")
+            channel = re.search(r"channel_id=(\d+)", i.attributes)
+            key = (kind, channel[1] if channel else i.name)
+            if kind not in COLLECTIVES or key in seen:
+                continue
+            seen.add(key)
+            arrays = i.arrays
+            if kind in ("all-reduce", "reduce-scatter"):
+                inside = self._of(i)
+                arrays = [a for o in i.operands for a in inside[o].arrays]
+            elif i.opcode.endswith("-start"):  # operands first, then results
+                arrays = arrays[len(i.operands) : 2 * len(i.operands)]
+            for array in (a for a in arrays if a.bytes >= least):
+                place = (kind, array.dtype)
+                found[place] = found.get(place, 0) + times * array.bytes
+        return found
+
+    def _everything(
+        self, computation: str, times: int
+    ) -> Iterator[tuple[Instruction, int]]:
+        """All instructions that run, those inside of fusions too, and how often."""
+        for i in self.computations.get(computation, {}).values():
+            yield i, times
+            trips = self.trips(i) if i.opcode == "while" else 1
+            for name in i.called:
+                yield from self._everything(name, times * trips)
 
     def cycles(self) -> int:
         """Estimated cycles of all kernels, on a TPU."""

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hlo import BOOKKEEPING, UPDATES, Array, Instruction, Module, in_place
+from jmp_rewrite._cost.hlo import (
+    BOOKKEEPING,
+    UPDATES,
+    Array,
+    Instruction,
+    Module,
+    in_place,
+)
 
 # A result of these is the operand's own buffer.
 _VIEWS = BOOKKEEPING - {"constant", "parameter"}

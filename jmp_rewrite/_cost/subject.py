@@ -1,0 +1,142 @@
+"""What is to be estimated: a function's call, under any policy and with any batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import tree_util
+
+from jmp_rewrite import _compat, _transform
+from jmp_rewrite._cost.program import Program
+from jmp_rewrite._policy import Policy
+
+
+class Call(NamedTuple):
+    """A call of a function, with types in place of arrays.
+
+    Attributes:
+      fun: the function as it was given, `jax.jit` around it or not.
+      args: positional arguments.
+      kwargs: arguments by name.
+      results: the result, with types in place of arrays.
+      shardings: of each parameter of the traced program; None if on one device.
+      again: makes a subject of another call.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: Any
+    shardings: Sequence[Any]
+    again: Callable[..., Subject]
+
+
+def call_of(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    traced: _transform.Traced,
+    again: Callable[..., Subject],
+) -> Call:
+    """Keeps a call that was traced, and none of its arrays."""
+    args, kwargs = tree_util.tree_map(_type, (args, kwargs))
+    shardings = [_sharding(x) for x in traced.arrays]
+    return Call(fun, args, kwargs, traced.results, shardings, again)
+
+
+def _type(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct) or not _compat.is_array(x):
+        return x
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=_sharding(x), weak_type=aval.weak_type
+    )
+
+
+def _sharding(x: Any) -> Any:
+    """Returns how an array lies on several devices; None if it does not."""
+    sharding = getattr(x, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return sharding if mesh is not None and mesh.size > 1 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A function's call.
+
+    Attributes:
+      name: the function's.
+      policy: the report's own.
+      jaxpr: the program as a policy rewrites it, a closed jaxpr.
+      call: the call.
+    """
+
+    name: str
+    policy: Policy
+    jaxpr: Callable[[Policy], Any]
+    call: Call
+
+    def program(self, policy: Policy) -> Program:
+        """Returns the program under a policy."""
+        closed = self.jaxpr(policy)
+        donated, given, out = self.placement
+        shardings = [a or b for a, b in zip(given, self.call.shardings, strict=True)]
+        return Program(self.name, closed, donated, shardings, out)
+
+    @functools.cached_property
+    def placement(self) -> tuple[list[bool], list[Any], list[Any]]:
+        """What `jax.jit` was told: of parameters and of results.
+
+        Returns:
+          Whether each parameter is donated, the parameters' shardings, and those of the
+          results; None where nothing was said.
+        """
+        count = len(self.call.shardings)
+        results = len(tree_util.tree_leaves(self.call.results))
+        nothing = [False] * count, [None] * count, [None] * results
+        if not hasattr(self.call.fun, "lower"):
+            return nothing
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = _transform.trace_types(
+                self.call.fun, self.call.args, self.call.kwargs
+            )
+        return _placement(traced.closed) or nothing
+
+
+def _placement(closed: Any) -> tuple[list[bool], list[Any], list[Any]] | None:
+    """Reads what `jax.jit` was told from the one equation that it is."""
+    body = _compat.open_jaxpr(closed)
+    eqns = [e for e in body.eqns if "donated_invars" in e.params]
+    if len(eqns) != 1 or any(v not in eqns[0].outvars for v in body.outvars):
+        return None
+    params = eqns[0].params
+    inputs = dict(
+        zip(
+            map(id, eqns[0].invars),
+            zip(params["donated_invars"], params["in_shardings"], strict=True),
+            strict=True,
+        )
+    )
+    outputs = dict(zip(eqns[0].outvars, params["out_shardings"], strict=True))
+    found = [inputs.get(id(v), (False, None)) for v in body.invars]
+    return (
+        [donated for donated, _ in found],
+        [_said(sharding) for _, sharding in found],
+        [_said(outputs[v]) for v in body.outvars],
+    )
+
+
+def _said(sharding: Any) -> Any:
+    is_one = isinstance(sharding, jax.sharding.Sharding)
+    return _sharding_of_many(sharding) if is_one else None
+
+
+def _sharding_of_many(sharding: Any) -> Any:
+    mesh = getattr(sharding, "mesh", None)
+    return sharding if mesh is not None and mesh.size > 1 else None

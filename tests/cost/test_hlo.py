@@ -1,0 +1,144 @@
+"""The reader of compiled programs counts what loops do, and what is no number."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jmp_rewrite._cost import hlo
+
+# As XLA:TPU writes it: no trip count, and a condition that may be a fusion.
+LOOP = """HloModule jit_f
+
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one), backend_config={"estimated_cycles":"2"}
+  %x = f32[4]{0} get-tuple-element(%p), index=1
+  %y = f32[4]{0} sine(%x), backend_config={"estimated_cycles":"10"}
+  ROOT %t = (s32[], f32[4]) tuple(%next, %y)
+}
+
+%fused (a: s32[]) -> pred[] {
+  %a = s32[] parameter(0)
+  %many = s32[] constant(256)
+  ROOT %less = pred[] compare(%a, %many), direction=LT
+}
+
+%cond (q: (s32[], f32[4])) -> pred[] {
+  %q = (s32[], f32[4]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %limit = s32[] constant(256)
+  ROOT CONDITION
+}
+
+ENTRY %main (z: f32[4]) -> f32[4] {
+  %z = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[4]) tuple(%zero, %z)
+  %loop = (s32[], f32[4]) while(%start), condition=%cond, body=%body
+  ROOT %out = f32[4]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "trips"),
+    [
+        ("%less = pred[] compare(%j, %limit), direction=LT", 256),
+        ("%less = pred[] fusion(%j), kind=kLoop, calls=%fused", 256),
+        ("%less = pred[] compare(%j, %limit), direction=GT", 1),
+    ],
+)
+def test_iterations_of_a_tpu_loop(condition, trips):
+    module = hlo.parse(LOOP.replace("CONDITION", condition))
+    assert module.cycles() == trips * 12
+
+
+def test_iterations_of_a_compiled_loop():
+    def fun(x):
+        return lax.scan(lambda c, _: (jnp.sin(c), None), x, length=37)[0]
+
+    text = jax.jit(fun).lower(jnp.ones(3)).compile().as_text()
+    module = hlo.parse(text)
+    loops = [
+        i
+        for c in module.computations.values()
+        for i in c.values()
+        if i.opcode == "while"
+    ]
+    assert [module.trips(i) for i in loops] == [37]
+
+
+def whole(text):
+    """The loop with a condition that is read."""
+    less = "%less = pred[] compare(%j, %limit), direction=LT"
+    return text.replace("CONDITION", less)
+
+
+def test_a_number_that_overflowed_is_no_estimate():
+    text = whole(LOOP).replace(
+        '"estimated_cycles":"10"', f'"estimated_cycles":"{2**63}"'
+    )
+    assert hlo.parse(text).cycles() == 256 * 2
+
+
+def test_bytes_of_a_loop_are_counted_by_its_trips():
+    module = hlo.parse(whole(LOOP))
+    # Of each iteration: a comparison, the counter, and four floats.
+    assert module.bytes_written() == 256 * (1 + 4 + 16)
+    assert module.bytes_read() == 256 * (8 + 8 + 16)
+    assert module.bytes_repeated() == 255 * (9 + 12 + 32)
+
+
+COLLECTIVES = """HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %y = f32[8]{0} all-reduce(%x), channel_id=1, to_apply=%add
+  ROOT %t = (s32[], f32[8]) tuple(%i, %y)
+}
+
+%cond (q: (s32[], f32[8])) -> pred[] {
+  %q = (s32[], f32[8]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %limit = s32[] constant(5)
+  ROOT %less = pred[] compare(%j, %limit), direction=LT
+}
+
+%fused (u: bf16[4]) -> bf16[16] {
+  %u = bf16[4]{0} parameter(0)
+  ROOT %g = bf16[16]{0} all-gather(%u), channel_id=2, dimensions={0}
+}
+
+ENTRY %main (z: f32[8], w: bf16[4]) -> (f32[2], bf16[16], bf16[16]) {
+  %z = f32[8]{0} parameter(0)
+  %w = bf16[4]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8]) tuple(%zero, %z)
+  %loop = (s32[], f32[8]) while(%start), condition=%cond, body=%body
+  %out = f32[8]{0} get-tuple-element(%loop), index=1
+  %part = f32[2]{0} reduce-scatter(%out), channel_id=3, dimensions={0}, to_apply=%add
+  %many = bf16[16]{0} fusion(%w), kind=kCustom, calls=%fused
+  %begun = (bf16[4]{0}, bf16[16]{0}) all-gather-start(%w), channel_id=4
+  %more = bf16[16]{0} all-gather-done(%begun)
+  ROOT %r = (f32[2], bf16[16], bf16[16]) tuple(%part, %many, %more)
+}
+"""
+
+
+def test_collectives_by_kind_and_dtype():
+    assert hlo.parse(COLLECTIVES).collectives() == {
+        ("all-reduce", "f32"): 5 * 8 * 4,
+        ("reduce-scatter", "f32"): 8 * 4,
+        ("all-gather", "bf16"): 2 * 16 * 2,
+    }

@@ -1,0 +1,152 @@
+"""Programs are lowered for a device that is not there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from described import arguments, step
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jmp_rewrite as jmpr
+from jmp_rewrite._cost import devices, program
+from jmp_rewrite._passes import on_device
+
+X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+def lowered(fun, *args, device="TPU v5e"):
+    subject = jmpr.explain(fun, "float32")(*args).subject
+    on = devices.target(device)
+    return program.lower(subject.program(subject.policy), on)
+
+
+def test_the_device_chooses_its_form():
+    """A generation of TPUs, which a process without one has to be told."""
+
+    def chosen(on):
+        def fun(x):
+            return on_device.restore(x, x + 5, (on,))
+
+        found = {
+            d: lowered(fun, X, device=d).text for d in ("v5e", "v6e", "v5p", "h200")
+        }
+        return {d for d, text in found.items() if "return %arg0" not in text}
+
+    assert chosen(on_device.TPU_V5E) == {"v5e"}
+    assert chosen(on_device.TPU_V6E) == {"v6e"}
+    assert chosen(on_device.GPU) == {"h200"}
+    assert chosen("tpu") == {"v5e", "v6e", "v5p"}
+
+
+def test_a_process_without_the_device_lowers_as_before():
+    def fun(x):
+        return on_device.restore(x, x + 5, (on_device.TPU_V5E,))
+
+    assert "return %arg0" not in lowered(fun, X).text
+    assert "return %arg0" in jax.jit(fun).lower(X).as_text()
+
+
+def test_prints_are_left_out():
+    def fun(x):
+        jax.debug.print("{x}", x=x)
+
+        def body(c, _):
+            jax.debug.print("in a loop {c}", c=c)
+            return c + 1, None
+
+        return jax.lax.scan(body, x, length=3)[0]
+
+    assert "custom_call" not in lowered(fun, X).text
+
+
+def test_a_callback_is_said():
+    def fun(x):
+        return jax.pure_callback(np.sin, X, x)
+
+    with pytest.raises(ValueError, match=r"calls Python \(pure_callback\), which no"):
+        lowered(fun, X)
+
+
+def test_donated_arguments_are_donated():
+    def donations(jitted):
+        subject = jmpr.explain(jitted)(*arguments()).subject
+        on = devices.target("v5e")
+        text = program.lower(subject.program(subject.policy), on).text
+        return text.count("tf.aliasing_output")
+
+    plain = step.__wrapped__
+    assert donations(step) == donations(plain) == 0
+    assert donations(jax.jit(plain, donate_argnums=0)) == 2
+    assert donations(jax.jit(plain, donate_argnames="params")) == 2
+
+
+def test_both_policies_have_the_same_parameters():
+    subject = jmpr.explain(step)(*arguments()).subject
+    for policy in ("float32", "mixed_bfloat16", "mixed_float16"):
+        made = subject.program(jmpr.Policy(policy))
+        assert len(made.closed.in_avals) == len(made.donated) == 4
+        halves = {"bf16" in str(made.closed), "f16" in str(made.closed)}
+        assert halves != {False} or policy == "float32"
+
+
+MESH = AbstractMesh((8,), ("data",))
+
+
+def sharded(shape, spec):
+    sharding = NamedSharding(MESH, spec)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def test_arguments_over_a_mesh():
+    w, x = sharded((16, 16), P("data")), sharded((64, 16), P("data"))
+    found = lowered(lambda w, x: x @ w, w, x, device="v5e:2x4")
+    assert found.devices == 8 and found.mesh == [8]
+    assert "num_partitions = 8" in found.text
+
+
+def test_shardings_that_jit_was_told():
+    devices_here = jax.make_mesh((8,), ("data",))
+    rows = NamedSharding(devices_here, P("data"))
+    fun = jax.jit(lambda x: x + 1, in_shardings=rows, out_shardings=rows)
+    assert lowered(fun, X, device="v5e:2x4").devices == 8
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        (
+            "v5e",
+            r"is for 8 devices by the shardings .* 'TPU v5e' is one device: name a",
+        ),
+        ("v5e:4x4", "'TPU v5e:4x4' is 16 devices: name a topology of 8"),
+    ],
+)
+def test_a_topology_of_another_size(device, message):
+    with pytest.raises(ValueError, match=message):
+        lowered(lambda x: x + 1, sharded((64, 16), P("data")), device=device)
+
+
+def test_one_device_is_no_topology():
+    with pytest.raises(ValueError, match="is for one device, and 'TPU v5e:2x2' is 4"):
+        lowered(lambda x: x + 1, X, device="v5e:2x2")
+
+
+def test_no_backend_is_heard(run_python):
+    """What a plugin prints while it fails to start is not ours to show."""
+    code = """
+import logging, os, sys
+import jax, jax.numpy as jnp
+import jmp_rewrite as jmpr
+from jmp_rewrite._cost import devices, program
+from jmp_rewrite._cost.program import _silence
+x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+subject = jmpr.explain(lambda x: x @ x, "float32")(x).subject
+with _silence():
+    os.write(2, b"from C")
+    print("from Python", file=sys.stderr)
+program.lower(subject.program(subject.policy), devices.target("v5e"))
+os.write(2, b"heard")
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "heard")
