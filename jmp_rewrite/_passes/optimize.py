@@ -85,7 +85,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         "cpu_shield",
         cpu_shield,
-        ("CPU",),
+        ("all",),
         "order of sums",
         frozenset({"dot_general"}),
         whole_steps_only=False,

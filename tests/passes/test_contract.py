@@ -1,0 +1,234 @@
+"""The contract of all passes, over small whole steps; see `_passes/program.py`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import bit_equal, relative_error
+from jax.extend import core as jex
+from programs import normal, weights
+
+from jmp_rewrite import Policy, _compat, _transform, mixed_precision, use_passes
+from jmp_rewrite._emit import program
+from jmp_rewrite._emit.later import Later
+from jmp_rewrite._passes import PASSES, Program
+from jmp_rewrite._passes.by_device import DEVICES, resolve
+from jmp_rewrite._passes.edit import Editor
+
+T, D, F = 16, 8, 12
+# The bound is of the whole step's results: one rounding more or less of a bfloat16.
+TOLERANCE = {"nothing": 0.0, "order of sums": 2**-8, "rounding": 2**-6}
+
+
+def gelu(params, x):
+    w, out = params
+    return jnp.square(jax.nn.gelu(x @ w, approximate=False) @ out).mean()
+
+
+def attention(params, x):
+    w, out = params
+    h = x @ w
+    return jnp.square(jax.nn.softmax(h @ h.T) @ h @ out).mean()
+
+
+def silu_of_a_norm(params, x):
+    w, out = params
+    h = x @ w + out[:, 0][None] + out[:, 1][None]
+    for _ in range(3):
+        h = h - h.mean(-1, keepdims=True)
+        h = h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-5)
+    return jnp.square(jax.nn.silu(h) @ out).mean()
+
+
+def upsampled(params, x):
+    w, out = params
+    h = jnp.repeat(jnp.tanh(x @ w), 2, axis=0, total_repeat_length=2 * T)
+    a, b = jnp.split(h, 2)
+    for _ in range(3):
+        a = jnp.tanh(a @ out @ w)
+    return jnp.square((a + b) @ out).mean()
+
+
+def convolved(params, x):
+    w, out = params
+    images = x.reshape(T // 4, 4, 4, D // 4)
+    kernel = w[:2, :4].reshape(2, 1, 2, 2)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    h = jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "SAME", dimension_numbers=numbers
+    )
+    return jnp.square(h.reshape(T, -1) @ out[:8]).mean()
+
+
+def scanned(params, x):
+    w, out = params
+
+    def body(h, row):
+        h = jnp.tanh(h + row @ w)
+        return h, h
+
+    return jnp.square(jax.lax.scan(body, jnp.zeros(F), x)[1] @ out).mean()
+
+
+LOSSES = (gelu, attention, silu_of_a_norm, upsampled, convolved, scanned)
+
+
+def step_of(loss):
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    return step
+
+
+def arguments():
+    return [*weights((D, F), (F, D))], jnp.asarray(normal(T, D))
+
+
+@functools.cache
+def explicit(loss):
+    """Returns the step of a loss as a program with explicit casts."""
+    with jax.numpy_dtype_promotion("standard"):
+        closed = jax.make_jaxpr(step_of(loss))(*arguments())
+    plan = _transform.decide(closed, Policy("mixed_bfloat16"))
+    later = Later(_transform.run, lambda fun, args: fun(*args))
+    emitted = program.emit(plan, later)
+    return Program(emitted, plan.half, plan.pins.whole_step)
+
+
+def optimized(own, before):
+    """Returns the program after one pass, and how often that has edited."""
+    editor = Editor(before)
+    if editor.has(own.looks_for):
+        editor.run(own.name, own.run)
+    return before._replace(closed=editor.finish()), editor.done[own.name]
+
+
+@functools.cache
+def results(closed, device):
+    leaves = jax.tree.leaves(arguments())
+    return _compat.evaluate(resolve(closed, device), leaves)
+
+
+def devices_of(own):
+    prefixes = () if own.devices == ("all",) else own.devices
+    return [d for d in DEVICES if d.startswith(prefixes)] if prefixes else []
+
+
+by_pass = pytest.mark.parametrize("own", PASSES, ids=lambda p: p.name)
+by_loss = pytest.mark.parametrize("loss", LOSSES)
+
+
+@by_loss
+@by_pass
+def test_the_contract(own, loss):
+    before = explicit(loss)
+    after, edits = optimized(own, before)
+    if not edits:
+        assert after.closed is before.closed
+        return
+    jex.check_jaxpr(_compat.open_jaxpr(after.closed))
+    assert after.closed.in_avals == before.closed.in_avals
+    assert after.closed.out_avals == before.closed.out_avals
+    again, more = optimized(own, after)
+    assert again.closed is after.closed and not more
+    for device in ("", *devices_of(own)[-1:]):
+        found, expected = (results(p.closed, device) for p in (after, before))
+        is_for = bool(device) or own.devices == ("all",)
+        if own.changes == "nothing" or not is_for:
+            bit_equal(found, expected)
+        else:
+            assert relative_error(*map(change, (found, expected))) < bound(own)
+
+
+def change(results):
+    return [a - w for a, w in zip(results, arguments()[0], strict=True)]
+
+
+def bound(own):
+    return TOLERANCE[own.changes]
+
+
+# A constraint needs a mesh: `tests/libraries/test_scale_out.py`.
+@pytest.mark.parametrize("own", [p for p in PASSES if p.name not in ("sharded_casts",)])
+def test_each_pass_finds_something(own):
+    found = [optimized(own, explicit(loss))[1] for loss in LOSSES]
+    # XLA:CPU of JAX 0.11 multiplies these shapes as they are.
+    assert any(found) or own.name == "cpu_products"
+
+
+@by_loss
+def test_other_passes_find_what_they_found(loss):
+    alone = {p.name for p in PASSES if optimized(p, explicit(loss))[1]}
+    together, before = set(), explicit(loss)
+    for own in PASSES:
+        before, edits = optimized(own, before)
+        together |= {own.name} if edits else set()
+    assert alone <= together
+
+
+@pytest.mark.parametrize("device", [None, "CPU", "NVIDIA H200", "TPU v5e"])
+@pytest.mark.parametrize("loss", [attention, silu_of_a_norm])
+def test_any_device_is_as_good(loss, device):
+    """Mapped over and differentiated too, with all passes and with none."""
+    params, x = arguments()
+    exact = step_of(loss)(params, x)
+    for passes in ("all", "none"):
+        with use_passes(passes, device=device):
+            half = jax.jit(mixed_precision(step_of(loss), "mixed_bfloat16"))
+            found = half(params, x)
+            mapped = jax.vmap(half, (None, 0))(params, jnp.stack([x, x]))
+        assert relative_error(change(found), change(exact)) < 2**-4
+        for a, b in zip(mapped, found, strict=True):
+            assert relative_error(a[1], b) < 2**-7
+
+
+def test_the_switch_takes_part_in_the_cache_key():
+    traced = []
+
+    @jax.jit
+    def step(params, x):
+        traced.append(1)
+        return mixed_precision(step_of(gelu), "mixed_bfloat16")(params, x)
+
+    for passes in ("all", "none", "-keep_rounding", "all"):
+        with use_passes(passes):
+            step(*arguments())
+    assert len(traced) == 3
+
+
+@pytest.mark.parametrize(
+    ("passes", "device", "message"),
+    [
+        ("keep_roundings", None, "did you mean 'keep_rounding'"),
+        ("keep_rounding,-live_ranges", None, "got both"),
+        ("", None, "expected"),
+        ("all", "TPU v5", "expected one of the devices .* did you mean 'TPU v5"),
+    ],
+)
+def test_misuse_is_heard(passes, device, message):
+    with pytest.raises(ValueError, match=message), use_passes(passes, device=device):
+        pass
+
+
+def test_the_environment_sets_the_default(monkeypatch):
+    monkeypatch.setenv("JMP_REWRITE_PASSES", "none")
+    closed = jax.make_jaxpr(mixed_precision(step_of(gelu), "mixed_bfloat16"))(
+        *arguments()
+    )
+    # Without it XLA:CPU could not run the program.
+    stacks = {str(e.source_info.name_stack) for e in closed.eqns}
+    names = {s.partition("pass:")[2].partition(")")[0] for s in stacks if "pass:" in s}
+    assert names == {"cpu_shield"}
+    monkeypatch.setenv("JMP_REWRITE_PASSES", "everything")
+    with pytest.raises(ValueError, match="JMP_REWRITE_PASSES expected"):
+        mixed_precision(step_of(gelu), "mixed_bfloat16")(*arguments())
+
+
+def test_numbers_are_as_declared():
+    assert np.unique([p.name for p in PASSES]).size == len(PASSES)
+    for own in PASSES:
+        assert own.reason and "Gain:" in own.run.__doc__
+        assert own.devices == ("all",) or devices_of(own)
