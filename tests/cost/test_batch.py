@@ -178,7 +178,7 @@ def test_a_sharded_batch_is_a_multiple_of_its_shards(compiler):
 
     w, x = placed((16, 4), P()), placed((64, 16), P("data"))
     found = subject(lambda w, x: x @ w, w, x)
-    assert batch._present(found, [1], 0) == (64, 8)
-    larger = batch._with_batch(found, [1], 0, 128)
+    assert batch.present(found, [1], 0) == (64, 8)
+    larger = batch.with_batch(found, [1], 0, 128)
     assert larger.call.args[1].shape == (128, 16)
     assert larger.call.args[1].sharding.spec == P("data")
