@@ -63,8 +63,8 @@ def _fix(d: Any) -> str:
         return ""
     return (
         f"<section><h2>Fix</h2><p>Tested: the largest error is {d.policy_error:.2g} "
-        f"under this policy.</p><pre><code>policy = jmpr.{escape(repr(d.policy))}"
-        "</code></pre></section>"
+        'under this policy.</p><pre style="white-space:pre-wrap"><code>policy = jmpr.'
+        f"{escape(repr(d.policy))}</code></pre></section>"
     )
 
 
