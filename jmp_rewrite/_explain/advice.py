@@ -43,6 +43,7 @@ class Facts(NamedTuple):
       unused_rules: keys of the policy's rules that are in no equation.
       unused_scopes: patterns of the policy that matched nothing.
       costs: what compilers have said of it, if they were asked.
+      hazards: what the compute dtype cannot resolve, as a sentence each.
     """
 
     policy: Policy
@@ -53,6 +54,7 @@ class Facts(NamedTuple):
     unused_rules: Sequence[str]
     unused_scopes: Sequence[str]
     costs: Sequence[_cost.CostRow] = ()
+    hazards: Sequence[str] = ()
 
 
 def advice(facts: Facts) -> list[str]:
@@ -66,6 +68,7 @@ def advice(facts: Facts) -> list[str]:
         return ["The policy is float32, so nothing is half."]
     checks = (
         _loss_scale,
+        _hazards,
         _softmax,
         _loss,
         _no_products,
@@ -91,6 +94,10 @@ def _loss_scale(facts: Facts) -> Iterator[str]:
             "scale_loss(loss, opt_state) from the loss, and wrap the optimizer in "
             "loss_scaling(...)."
         )
+
+
+def _hazards(facts: Facts) -> Iterator[str]:
+    yield from facts.hazards[:_AT_MOST]
 
 
 def _softmax(facts: Facts) -> Iterator[str]:

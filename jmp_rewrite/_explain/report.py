@@ -18,6 +18,7 @@ from jmp_rewrite._explain import html, provenance, residuals, rows, summary
 from jmp_rewrite._explain import plot as _report_plot
 from jmp_rewrite._explain import text as _text
 from jmp_rewrite._explain.document import document
+from jmp_rewrite._explain.hazards import hazards
 from jmp_rewrite._explain.reasons import CAST
 from jmp_rewrite._explain.residuals import Residuals
 from jmp_rewrite._explain.rows import Equation
@@ -328,8 +329,16 @@ class Report:
                 unused_rules=[r for r in rules if r not in used],
                 unused_scopes=decision.unused_scopes,
                 costs=list(dict.fromkeys(self._costs)),
+                hazards=self._hazards(),
             )
         )
+
+    def _hazards(self) -> list[str]:
+        plan = self._decision.plan
+        if plan is None:
+            return []
+        lines = {id(d.origin): str(d.line) for d in self._drafts if d.origin}
+        return hazards(plan, lambda eqn: lines.get(id(eqn), ""))
 
     # ---- shown
 

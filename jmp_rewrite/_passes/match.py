@@ -154,8 +154,8 @@ def feeding(
             if through(body, index):
                 stack += [(body, v, calls) for v in eqn.invars]
         else:
-            inside = made_inside(body, index, position)
-            stack += [(b, v, (*calls, (body, index))) for b, v in inside]
+            results = made_inside(body, index, position)
+            stack += [(b, v, (*calls, (body, index))) for b, v in results]
             if carries := carried(eqn)[position : position + 1]:
                 stack.append((body, eqn.invars[carries[0]], calls))
     return found

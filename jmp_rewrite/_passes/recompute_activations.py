@@ -352,8 +352,8 @@ def _in_float32(
     *operands: Any, primitive: Any, params: Sequence[tuple[str, Any]], half: Any
 ) -> Any:
     values = [_compat.convert(x, FLOAT32) if x.dtype == half else x for x in operands]
-    params = {k: FLOAT32 if k == "new_dtype" else v for k, v in params}
-    return [primitive.bind(*values, **params)]
+    own = {k: FLOAT32 if k == "new_dtype" else v for k, v in params}
+    return [primitive.bind(*values, **own)]
 
 
 def _cast_as(x: Any, *, how: Sequence[Any], dtype: Any) -> Any:

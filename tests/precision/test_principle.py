@@ -253,3 +253,30 @@ def test_small_values_are_not_stored_in_half(size, half):
     assert bool(cast)
     kept = [e for e in eqns(jaxpr, "tanh") if dtypes_out(e) == ["bfloat16"]]
     assert not kept or half
+
+
+def test_advice_on_a_loop_that_may_never_end():
+    w, x = weights((W, W), (W, W))
+
+    def settle(tolerance):
+        def wait(state):
+            return state[1] > tolerance
+
+        def step(state):
+            new = jnp.tanh(state[0] @ w)
+            return new, jnp.max(jnp.abs(new - state[0]))
+
+        return lambda x: lax.while_loop(wait, step, (x, jnp.float32(1)))[0]
+
+    advice = " ".join(explain(settle(1e-5), "bfloat16")(x).advice)
+    assert "waits for a value below 1e-05" in advice and "full_precision" in advice
+    assert "waits" not in " ".join(explain(settle(0.1), "bfloat16")(x).advice)
+
+
+def test_advice_on_a_number_that_hides_what_it_is_added_to():
+    w, x = weights((W, W), (W, W))
+    offset = lambda number: lambda x: jnp.tanh(x @ w + number) @ w  # noqa: E731
+    assert any(
+        "300 is added" in a for a in explain(offset(300.0), "bfloat16")(x).advice
+    )
+    assert not any("is added" in a for a in explain(offset(3.0), "bfloat16")(x).advice)
