@@ -169,7 +169,7 @@ def _in_child(
         try:
             process.wait(time_limit)
         except subprocess.TimeoutExpired:
-            why = f"not compiled within the time limit of {time_limit:,.0f} s"
+            why = f"not compiled within the time limit of {time_limit:g} s"
             return Compiled("", {"error": why, "late": True})
     answer = folder / "answer.json"
     if not answer.exists():
