@@ -405,7 +405,7 @@ def test_with_other_transformations(wrap, in_loops):
 def test_a_rewritten_step_is_mapped():
     step, params, xs, y = recurrent("elman")
     params = jax.tree.map(lambda w: w / 4, params)  # or roundings grow in time
-    rewritten = mixed_precision(step, "mixed_bfloat16")
+    rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
     both = jax.vmap(rewritten, (None, 0, 0))(
         params, jnp.stack([xs, -xs]), jnp.stack([y, y])
     )
