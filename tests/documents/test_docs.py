@@ -138,6 +138,21 @@ def test_the_report_that_is_shown_begins_as_a_report(users_jax, tmp_path, monkey
     assert shown.strip().splitlines() == report[: len(shown.strip().splitlines())]
 
 
+def test_the_diagnosis_that_is_shown_begins_as_one(users_jax):
+    """Its words: errors are those of the processor."""
+    text = (ROOT / "docs" / "diagnose.md").read_text()
+    namespace: dict = {"__name__": "diagnose"}
+    exec(compile(blocks("python", text)[0].lstrip(), "train.py", "exec"), namespace)
+    args = (namespace[name] for name in ("params", "opt_state", "batch"))
+    diagnosis = str(jmp_rewrite.diagnose(namespace["train_step"])(*args))
+    (shown,) = blocks("text", text)
+    found, said = (
+        re.sub(r"[\d.,]+(?:e\+\d+)?", "#", x).split()
+        for x in (diagnosis.partition("\n\n")[0], shown)
+    )
+    assert found == said
+
+
 RULES = ("maintainers", "precision", "decisions")
 GUIDES = [page for page in PAGES if page.stem not in RULES]
 
