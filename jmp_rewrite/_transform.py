@@ -460,22 +460,28 @@ def optimized(
       A closed jaxpr of the program's constants and arguments, and what was done.
     """
     choice = _passes.current() if choice is None else choice
-
-    def finish(fun: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
-        closed = jax.make_jaxpr(fun)(*map(jax.typeof, args))
-        return _compat.evaluate(_optimize(closed, plan, choice).closed, args)
-
     again = functools.partial(run, choice=choice, emitter_type=emitter_type)
-    return _optimize(
-        program.emit(plan, Later(again, finish), emitter_type), plan, choice
+    later = Later(again, functools.partial(_finish, plan.half, choice))
+    explicit = _passes.Program(
+        program.emit(plan, later, emitter_type), plan.half, plan.pins.whole_step
     )
-
-
-def _optimize(
-    closed: Any, plan: _plan.Plan, choice: _passes.Choice
-) -> _passes.Optimized:
-    explicit = _passes.Program(closed, plan.half, plan.pins.whole_step)
     return _passes.optimize(explicit, choice.passes, choice.device)
+
+
+def _finish(
+    half: np.dtype,
+    choice: _passes.Choice,
+    fun: Callable[..., list[Any]],
+    args: Sequence[Any],
+) -> list[Any]:
+    """Runs a function that emits equations itself, in no whole step, with the passes.
+
+    It holds no program: JAX keeps derivative rules longer than the tracers in one.
+    """
+    closed = jax.make_jaxpr(fun)(*map(jax.typeof, args))
+    explicit = _passes.Program(closed, half, False)
+    optimized = _passes.optimize(explicit, choice.passes, choice.device)
+    return _compat.evaluate(optimized.closed, args)
 
 
 def run(

@@ -26,6 +26,7 @@ def float32_result(eqn: Any, operands: Sequence[Any], later: Later) -> Any:
       operands: two half arrays.
       later: runs what a rule makes when it is called.
     """
+    finish = later.finish  # `later` holds the program
     full = dict(eqn.params, preferred_element_type=FLOAT32)
     params = dict(eqn.params, preferred_element_type=operands[0].dtype)
 
@@ -47,7 +48,7 @@ def float32_result(eqn: Any, operands: Sequence[Any], later: Later) -> Any:
             if not isinstance(t, SymbolicZero)
         ]
         # Not `product`: a checkpoint's policy looks for the primitive.
-        (out,) = later.finish(lambda *primals: [multiply(*primals)], primals)
+        (out,) = finish(lambda *primals: [multiply(*primals)], primals)
         return out, functools.reduce(jax.lax.add, changes)
 
     product.defjvp(rule, symbolic_zeros=True)

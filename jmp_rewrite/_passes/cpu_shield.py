@@ -55,12 +55,13 @@ def cpu_shield(editor: Editor) -> None:
             (operands[0],) = editor.insert(
                 body, index, _transposed, operands[0], order=(1, 0)
             )
-        branches = {Where((CPU,)): barrier}
-        if copied:
-            branches = {Where((CPU,), "whole arrays"): _copied_barrier, **branches}
-        operands = editor.choose(body, index, operands, [], branches, required=True)
+        # One choice an operand: a product may be linear in one of them alone.
         for position, var in enumerate(operands):
-            editor.read(body, index, position, var)
+            branches = {Where((CPU,)): barrier}
+            if copied and position == 0:
+                branches = {Where((CPU,), "whole arrays"): _copied_barrier, **branches}
+            (own,) = editor.choose(body, index, [var], [], branches, required=True)
+            editor.read(body, index, position, own)
         editor.set_params(body, index, dimension_numbers=numbers)
         (kept,) = editor.insert(body, index, _to_float32, out, after=True)
         editor.read_instead(body, out, kept)
@@ -104,10 +105,9 @@ def barrier(*xs: Any) -> Any:
     return lax.optimization_barrier(list(xs))
 
 
-def _copied_barrier(first: Any, second: Any) -> Any:
-    """Hides two operands, of which the first is a transpose, and copied."""
-    first = copied(lax.transpose(first, (1, 0)), (1, 0), 0)
-    return barrier(first, second)
+def _copied_barrier(first: Any) -> Any:
+    """Hides an operand that is a transpose, and copied."""
+    return barrier(copied(lax.transpose(first, (1, 0)), (1, 0), 0))
 
 
 def copied(x: Any, order: Sequence[int], split: int) -> Any:
@@ -136,8 +136,8 @@ def shielded(
         return barrier(*values), numbers
     first, second = lax.transpose(values[0], (1, 0)), values[1]
     is_whole = may_copy and not _compat.lays_out(jax.typeof(first).sharding)
-    hidden = _copied_barrier if is_whole else barrier
-    return hidden(first, second), (((1,), (0,)), ((), ()))
+    (first,) = _copied_barrier(first) if is_whole else barrier(first)
+    return [first, *barrier(second)], (((1,), (0,)), ((), ()))
 
 
 def to_float32(x: Any) -> Any:

@@ -33,7 +33,7 @@ from jmp_rewrite._precision import origins
 from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules.table import SHARP, Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
@@ -188,9 +188,8 @@ def _moved(node: int, graph: Graph, pins: Pins) -> int:
 
 def moves_exactly(node: Node, pins: Pins) -> bool:
     """Tells what computes no new numbers: half operands make an exact half result."""
-    return (
-        pins.categories[node.index] is Category.CLEAR and node.index not in pins.lossy
-    )
+    is_clear = pins.categories[node.index] is Category.CLEAR
+    return is_clear and node.index not in pins.lossy and node.name not in SHARP
 
 
 def _price(avals: Sequence[Any], trips: int) -> int:

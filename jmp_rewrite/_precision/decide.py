@@ -282,7 +282,8 @@ def _action(
         return action | (Action.HALF if exact else Action.FULL)
     if not labels[index]:
         return action
-    native = category is Category.CLEAR or (
+    steps = node.name in table.SHARP  # `round`: not the same of a rounded operand
+    native = (category is Category.CLEAR and not steps) or (
         category is Category.INFER
         and index not in pins.exact
         and (
