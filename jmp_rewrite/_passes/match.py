@@ -239,7 +239,7 @@ def number_of(body: Body, atom: Any) -> Any:
             (atom,) = eqn.invars
         else:
             return None
-    return None if np.ndim(atom.val) else atom.val
+    return None if np.ndim(atom.val) else np.asarray(atom.val).item()
 
 
 # What these make is data although they read no float: random numbers.

@@ -283,12 +283,16 @@ def _action(
     if not labels[index]:
         return action
     steps = node.name in table.SHARP  # `round`: not the same of a rounded operand
+    size = elements(node.avals)
+    # Not state, nor an exact value: a bias alone is rounded to be added, as by hand.
+    large = [v for v in node.inputs if elements([v.aval]) == size]
+    in_half = all(v.node >= 0 and labels[v.node] for v in large)
     native = (category is Category.CLEAR and not steps) or (
         category is Category.INFER
         and index not in pins.exact
         and (
             (all(sources) and index not in pins.lossy)
-            or (not pins.whole_step and pins.upstream[index] < 0)
+            or (not pins.whole_step and pins.upstream[index] < 0 and in_half)
         )
     )
     width = _width(node, graph, pins)
@@ -303,11 +307,6 @@ def _width(node: Node, graph: Graph, pins: Pins) -> int:
         ranks = [origins.argument_rank(v, pins.moved) for v in node.inputs]
         if max(ranks, default=-1) > 1 and node.index not in pins.factors:
             return Action.WIDE | Action.SATURATES
-        # An exact operand, a target, is not rounded to be added; a bias is, as by hand.
-        size = elements(node.avals)
-        large = [v for v in node.inputs if elements([v.aval]) == size]
-        if any(v.node < 0 or v.node in pins.exact for v in large):
-            return Action.WIDE
     if (
         node.name in table.ACCUMULATES
         and pins.categories[node.index] is not Category.CLEAR
