@@ -279,7 +279,8 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
     if not pins.whole_step:
         # The backward pass has yet to be made, and may need any of them again. But the
         # derivatives of costly functions use their own result, before it is rounded.
-        needed.update(anchors)
+        forward = (n.index for n in graph.nodes if not origins.is_backward(n))
+        needed.update(anchors[n] for n in forward)
         needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
     else:
         needed |= _bottlenecks(graph, pins, anchors, stored, levels)

@@ -151,7 +151,9 @@ def cheapest(graph: Graph, pins: Pins) -> list[bool]:
     labels = _place.cheapest(storage(graph, pins))
     if not pins.whole_step:
         native = propagation(graph, pins)
-        labels = [a or b for a, b in zip(labels, native, strict=True)]
+        forward = [not origins.is_backward(n) for n in graph.nodes]
+        both = zip(labels, native, forward, strict=True)
+        labels = [a or (b and c) for a, b, c in both]
     return [x and n not in pins.emits_full for n, x in enumerate(labels)]
 
 
