@@ -181,8 +181,8 @@ def _pin_values(graph: Graph, pins: Pins) -> None:
     }
     streams = loops.residual_streams(graph, pins.categories, consumers)
     state = train_state.train_state(graph, pins.categories, products, made, streams)
-    _pin_all(pins, dict.fromkeys(state, STATE))
-    pins.blame = {n: n for n in state if graph.nodes[n].eqn is not None}
+    blame = {n: n for n in state if graph.nodes[n].eqn is not None}
+    _pin_all(pins, dict.fromkeys(state, STATE), blame)
     _full_carries(graph, pins, streams)
     if pins.whole_step:
         ours = whole_step.optimizer_products(graph, pins.categories, state)
@@ -198,13 +198,24 @@ def _pin_values(graph: Graph, pins: Pins) -> None:
     pins.emits_full = frozenset(products - useful | pins.read_by.keys())
 
 
-def _pin_all(pins: Pins, reasons: Mapping[int, str]) -> None:
-    """Pins nodes for a reason, unless a scope of the user's makes them half."""
+def _pin_all(
+    pins: Pins,
+    reasons: Mapping[int, str],
+    blame: Mapping[int, int] = MappingProxyType({}),
+) -> None:
+    """Pins nodes for a reason, unless a scope of the user's makes them half.
+
+    Args:
+      pins: is changed.
+      reasons: nodes -> the reason, which yields to one that holds already.
+      blame: nodes -> the node whose source line belongs into that reason.
+    """
     for index, why in reasons.items():
-        if pins.full[index] is None and index not in pins.forced:
-            pins.full[index] = why
-        elif index in pins.rounds_after:
+        free = pins.full[index] is None and index not in pins.forced
+        if free or index in pins.rounds_after:
             pins.full[index], pins.upstream[index] = why, -1
+            if index in blame:
+                pins.blame[index] = blame[index]
     pins.rounds_after -= reasons.keys()
 
 
@@ -220,9 +231,10 @@ def _pin_read_unrounded(
         for n, reader in sharp.items()
     }
     reasons |= dict.fromkeys(held, "full: a value is added, and subtracted again")
-    pins.blame |= {**sharp, **held}
-    _pin_all(pins, {n: why for n, why in reasons.items() if n not in products})
-    pins.read_by = {n: reasons[n] for n in reasons if n in products}
+    blame = {**sharp, **held}
+    _pin_all(pins, {n: r for n, r in reasons.items() if n not in products}, blame)
+    pins.read_by = {n: r for n, r in reasons.items() if n in products}
+    pins.blame |= {n: blame[n] for n in pins.read_by if pins.full[n] is None}
 
 
 def _pin_the_rest(
