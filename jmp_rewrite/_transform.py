@@ -529,9 +529,11 @@ def mixed_precision_jaxpr(closed_jaxpr: Any, policy: PolicyLike = None) -> Any:
       >>> x = jnp.ones((2, 2))
       >>> closed = jax.make_jaxpr(lambda x: x @ x @ x)(x)
       >>> half = jmpr.mixed_precision_jaxpr(closed, "mixed_bfloat16")
-      >>> [str(e.invars[0].aval.dtype) for e in half.eqns
-      ...  if e.primitive.name == "dot_general"]
-      ['bfloat16', 'bfloat16']
+      >>> first = next(e for e in half.eqns if e.primitive.name == "dot_general")
+      >>> [str(v.aval.dtype) for v in (*first.invars, *first.outvars)]
+      ['bfloat16', 'bfloat16', 'bfloat16']
+      >>> half.out_avals == closed.out_avals
+      True
     """
     if not isinstance(closed_jaxpr, jex.ClosedJaxpr):
         raise TypeError(

@@ -44,7 +44,7 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
       >>> x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
       >>> report = jmpr.explain(f, "mixed_bfloat16")(x, x)
       >>> report.half_flops, report.casts
-      (1.0, 6)
+      (1.0, 5)
       >>> [e.reason for e in report.equations if e.primitive == "reduce_sum"]
       ['full: a sum: its terms are kept and accumulated in float32']
     """

@@ -141,7 +141,7 @@ def full_precision(fun: Callable[..., Any] | None = None) -> Any:
       TypeError: if `fun` is not a function.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax.numpy as jnp
       >>> import jmp_rewrite as jmpr
       >>> @jmpr.mixed_precision("mixed_bfloat16")
       ... def f(x, w):
@@ -149,8 +149,8 @@ def full_precision(fun: Callable[..., Any] | None = None) -> Any:
       ...         logits = x @ w
       ...     return logits @ w
       >>> x = jnp.ones((2, 2))
-      >>> [str(e.invars[0].aval.dtype) for e in jax.make_jaxpr(f)(x, x).eqns
-      ...  if e.primitive.name == "dot_general"]
+      >>> report = jmpr.explain(f)(x, x)
+      >>> [row.dtype for row in report.equations if row.primitive == "dot_general"]
       ['float32', 'bfloat16']
     """
     return _FullPrecision() if fun is None else _in_full_precision(fun)
