@@ -131,6 +131,7 @@ def test_stacks_that_are_named_exist():
 def test_the_report_that_is_shown_begins_as_a_report(users_jax, tmp_path, monkeypatch):
     text = (ROOT / "docs" / "explain.md").read_text()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")  # the page's width, on any terminal
     namespace: dict = {"__name__": "explain"}
     exec(compile(blocks("python", text)[0], "train.py", "exec"), namespace)
     (shown,) = blocks("text", text)
