@@ -254,15 +254,26 @@ def _without_float32(eqn: Any) -> Verdict:
     return Verdict(NONE, "half: it was half before")
 
 
+# Why the emitter puts a primitive in. What passes put in is told by its name scope.
+_APART = "takes apart or joins what is reshaped, in this order"
+_INSERTED = {
+    "concatenate": _APART,
+    "feature_sum": "a TPU takes an attention's sum over its features",
+    "optimization_barrier": "keeps a compiler from seeing what it was made of",
+    "restore": "some devices compute it again, others read it",
+    "slice": _APART,
+}
+
+
 def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
     if (name := _pass_of(eqn)) is not None:
         return Verdict(INSERTED, f"{name}: {_passes.REASONS[name]}")
     if eqn.primitive.name == "custom_jvp_call":
         return Verdict(CALL, "holds what has a derivative of half products")
-    if eqn.primitive.name in ("concatenate", "slice"):
-        return Verdict(INSERTED, "takes apart or joins what is reshaped, in this order")
-    if eqn.primitive.name == "optimization_barrier":
-        return Verdict(INSERTED, "keeps a compiler from seeing what it was made of")
+    if (why := _INSERTED.get(eqn.primitive.name)) is not None:
+        return Verdict(INSERTED, why)
+    if eqn.primitive.name in ("reshape", "transpose") and original is not None:
+        return Verdict(INSERTED, "gives a matrix multiplication operands in this order")
     if eqn.primitive.name not in CASTS:
         return Verdict(INSERTED, "computed again from what is stored")
     source, target = _dtypes(eqn)

@@ -173,7 +173,7 @@ def low_rank(policy):
     base = init_params()
     keys = jax.random.split(jax.random.key(1), 2)
     lora = [
-        {"a": jax.random.normal(k, (w.shape[0], 4)) / 4, "b": jnp.zeros((4, WIDTH))}
+        {"a": jax.random.normal(k, (w.shape[0], 6)) / 4, "b": jnp.zeros((6, WIDTH))}
         for k, w in zip(keys, base["hidden"], strict=True)
     ]
     params = {"base": base, "lora": lora}

@@ -230,7 +230,7 @@ def test_derived_weights():
     """Weight normalization and low-rank updates: made of parameters, then used."""
     params = {
         "norm": {"v": weight(5, 6), "g": jnp.ones(6)},
-        "lora": {"w": weight(6, 7), "a": weight(6, 2), "b": weight(2, 7)},
+        "lora": {"w": weight(6, 7), "a": weight(6, 6), "b": weight(6, 7)},
         "out": weight(7, 3),
     }
 

@@ -365,7 +365,7 @@ def test_variables_of_an_outer_trace_are_read():
 
     class Net(nnx.Module):
         def __init__(self, rngs):
-            self.linear = nnx.Linear(4, 8, rngs=rngs)
+            self.linear = nnx.Linear(16, 8, rngs=rngs)
             self.norm = nnx.BatchNorm(8, rngs=rngs)
 
         def __call__(self, x):
@@ -388,7 +388,7 @@ def test_variables_of_an_outer_trace_are_read():
 
         return jax.jit(jax.grad(counted, has_aux=True))
 
-    batch = jax.random.normal(jax.random.key(0), (16, 4)), rest
+    batch = jax.random.normal(jax.random.key(0), (16, 16)), rest
     before = jax.tree.leaves(nnx.to_pure_dict(rest))
     exact, (stats, _) = gradient(loss)(params, batch)
     half, (means, calls) = gradient(mixed_precision(loss, BF16))(params, batch)
