@@ -10,7 +10,7 @@ from judge import Judge
 
 from jmp_rewrite import mixed_precision_jaxpr
 
-# Where the law does not hold: docs/precision.md says why. JAX 0.10 writes the derivative
+# Where the law does not hold (docs/precision.md): JAX 0.10 writes the derivative
 # of `tanh` as five equations, and the second derivative through steps of an optimizer
 # rounds between them in float16: 1.6 and 1.8 times the error by hand were measured.
 BESIDE = {"1_drawn_member", "1_ensemble_member"} if jax.__version__ < "0.12" else set()
