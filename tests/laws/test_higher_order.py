@@ -73,13 +73,17 @@ def test_products_inside_custom_jvp():
     w, x = w_and_x()
 
     @jax.custom_jvp
-    def product(x):
+    def layer(x):
         return jnp.tanh(x @ w)
 
-    product.defjvps(lambda t, y, x: (t @ w) * (1 - y * y))
-    rewritten = trace(mixed_precision(lambda x: product(x) @ w, BF16), x)
-    assert half_products_inside(rewritten, "custom_jvp_call") == 1
-    tangent = trace(jax.grad(lambda x: mixed_precision(product, BF16)(x).sum()), x)
+    layer.defjvps(lambda t, y, x: (t @ w) * (1 - y * y))
+    rewritten = trace(mixed_precision(lambda x: layer(x) @ w, BF16), x)
+    # The last one has a float32 result, and for that a rule of its own.
+    assert half_products_inside(rewritten, "custom_jvp_call") == 2
+    held = [e.params["call_jaxpr"] for e in eqns(rewritten, "custom_jvp_call")]
+    (inside,) = [products(jaxpr) for jaxpr in held if eqns(jaxpr, "tanh")]
+    assert [dtypes_out(e) for e in inside] == [["bfloat16"]]
+    tangent = trace(jax.grad(lambda x: mixed_precision(layer, BF16)(x).sum()), x)
     assert {d for e in products(tangent) for d in dtypes_in(e)} == {"bfloat16"}
 
 
@@ -279,18 +283,18 @@ def distinct_blocks(jaxpr):
 
 def test_a_shared_block_is_emitted_once():
     """Six calls of one block with the same precisions hold one jaxpr."""
-    ws = weights(*[(W, W)] * 6)
+    first, last, *ws = weights(*[(W, W)] * 14)
     (x,) = weights((4, W))
 
     @jax.jit
-    def block(x, w):
-        return x + jnp.tanh(x @ w) @ w.T
+    def block(x, w, v):
+        return x + jnp.tanh(x @ w) @ v
 
     def f(ws, x):
-        x = x @ ws[0]
-        for w in ws:
-            x = block(x, w)
-        return x @ ws[0]
+        x = x @ first
+        for w, v in zip(ws[::2], ws[1::2], strict=True):  # or the stream is a state
+            x = block(x, w, v)
+        return x @ last
 
     assert len(distinct_blocks(trace(f, ws, x))) == 1
     assert len(distinct_blocks(trace(mixed_precision(f, BF16), ws, x))) == 1
@@ -358,7 +362,7 @@ def test_long_programs():
 
 
 def test_custom_vjp_with_nondiff_and_symbolic_zeros():
-    w, x = w_and_x()
+    w, x = weights((W, W), (8, W))  # products of four terms are float32
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
     def apply(activation, x, w):
@@ -377,7 +381,7 @@ def test_custom_vjp_with_nondiff_and_symbolic_zeros():
     apply.defvjp(fwd, bwd, symbolic_zeros=True)
 
     def f(x, w):
-        return jnp.sum(apply(jnp.tanh, jnp.tanh(x @ w), w))
+        return jnp.sum(jnp.tanh(apply(jnp.tanh, jnp.tanh(x @ w), w) @ w))
 
     exact = jax.grad(f, (0, 1))(x, w)
     for grad in (
