@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -63,12 +63,19 @@ def _size(x: Any, axis: int) -> int | None:
 
 def _comes_back(subject: Subject, argument: Any) -> bool:
     """Whether the function returns a new value of an argument: it is state."""
-    results = subject.call.results
-    whole = results if isinstance(results, (tuple, list)) else [results]
     own = [(x.shape, x.dtype) for x in _arrays(argument)]
     return any(
-        [(x.shape, x.dtype) for x in tree_util.tree_leaves(r)] == own for r in whole
+        [(x.shape, x.dtype) for x in _arrays(result)] == own
+        for result in _parts(subject.call.results)
     )
+
+
+def _parts(results: Any) -> Iterator[Any]:
+    """Yields a result and, of tuples and lists, its parts; NNX nests what it returns."""
+    yield results
+    if isinstance(results, (tuple, list)):
+        for part in results:
+            yield from _parts(part)
 
 
 def present(subject: Subject, numbers: Sequence[int], axis: int) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 """The largest batch that fits, by the compilers' verdict."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -94,7 +96,10 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def test_the_batch_is_what_has_one_size_and_is_no_state():
+@pytest.mark.parametrize("uses_nnx", [False, True])
+def test_the_batch_is_what_has_one_size_and_is_no_state(uses_nnx):
+    if uses_nnx:
+        importlib.import_module("flax.nnx")  # what is returned is nested then
     assert batch.batch_arguments(subject(step, *arguments()), 0, None) == [1]
 
     def update(stacked, x, y, count):
