@@ -71,7 +71,7 @@ def _comes_back(subject: Subject, argument: Any) -> bool:
 
 
 def _parts(results: Any) -> Iterator[Any]:
-    """Yields a result and, of tuples and lists, its parts; NNX nests what it returns."""
+    """Yields a result and its parts: under NNX a result is nested in others."""
     yield results
     if isinstance(results, (tuple, list)):
         for part in results:
