@@ -286,12 +286,12 @@ def _carried(
     size = len(graph.nodes)
     begins, ends = [0] * size, [0] * size
     passes = {False: 0, True: 0}
-    carries = [(loop, *pair) for loop in graph.loops for pair in loop.carries]
-    for k, (loop, received, handed_on) in enumerate(carries):
-        if received not in streams:
-            passes[loop.place.backward and not loop.place.recomputed] |= 1 << k
-            begins[received] |= 1 << k
-            ends[handed_on] |= 1 << k
+    for k, loop in enumerate(graph.loops):
+        passes[loop.place.backward and not loop.place.recomputed] |= 1 << k
+        for received, handed_on in loop.carries:
+            if received not in streams:
+                begins[received] |= 1 << k
+                ends[handed_on] |= 1 << k
     follows = [
         passes[is_backward(n)]
         if categories[n.index] is not Category.ALLOW and n.avals
