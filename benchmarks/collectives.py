@@ -100,7 +100,7 @@ def models(mesh: Mesh) -> dict[str, Callable[..., Any]]:
     }
 
 
-def make_step(net: Callable[..., Any], policy: str, outside: bool) -> Any:
+def make_step(net: Callable[..., Any], policy: str | Policy, outside: bool) -> Any:
     """Returns the train step; `outside` decorates the loss alone."""
     half = mixed_precision
 
@@ -118,7 +118,7 @@ def make_step(net: Callable[..., Any], policy: str, outside: bool) -> Any:
 
 
 def compile_text(
-    net: Any, policy: str, outside: bool, mesh: Any, scan: bool, target: str
+    net: Any, policy: str | Policy, outside: bool, mesh: Any, scan: bool, target: str
 ) -> str:
     """Compiles a train step ahead of time and returns its text."""
 
@@ -156,11 +156,13 @@ def traffic(text: str) -> dict[str, float]:
     return dict(found)
 
 
+REDUCED = Policy("mixed_bfloat16", reduce_dtype="bfloat16")
 WAYS = {
     # name: (policy, decorates the loss alone, matrix precision)
     "float32": ("float32", False, None),
     "float32, highest": ("float32", False, "highest"),
     "mixed_bfloat16": ("mixed_bfloat16", False, None),
+    "mixed_bfloat16, reduced in half": (REDUCED, False, None),
     "mixed_float16": ("mixed_float16", False, None),
     "mixed_bfloat16, loss alone": ("mixed_bfloat16", True, None),
     "mixed_float16, loss alone": ("mixed_float16", True, None),

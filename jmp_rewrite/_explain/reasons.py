@@ -76,10 +76,13 @@ class Verdicts:
         action = self._plan.actions[index]
         node = self._graph.nodes[index]
         category = self._plan.pins.categories[index]
+        is_reduced = index in self._plan.pins.reduced
+        if is_reduced and category is not Category.ALLOW:
+            return _REDUCED
         if category is Category.ALLOW:
             what = _PRODUCTS.get(node.name, "a rule allows it")
             if not action & Action.EMITS_FULL:
-                return what
+                return f"{what}; {_REDUCED}" if is_reduced else what
             why = self._plan.pins.read_by.get(index, "").removeprefix("full: ")
             why += self._at(self._plan.pins.blame[index]) if why else ""
             return f"{what}, with a float32 result" + (f": {why}" if why else "")
@@ -121,6 +124,9 @@ class Verdicts:
     @property
     def _graph(self) -> Graph:
         return self._plan.graph
+
+
+_REDUCED = "reduce_dtype sums gradients over devices in half"
 
 
 def _rounded(node: Node) -> str:

@@ -194,6 +194,8 @@ def make_plan(
         _follow_exactly(graph, pins, labels)
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
+    for node in pins.reduced:
+        labels[node] = True
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
     if pins.whole_step and placement is cheapest:
         halves = [_is_half(a) for a in actions]
@@ -278,6 +280,8 @@ def _action(
     action = Action.FULL
     if reads_half(index, pins):
         return action | Action.HALF | (0 if labels[index] else Action.EMITS_FULL)
+    if index in pins.reduced:
+        return action | Action.HALF
     sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
     if index in pins.sinks:
         exact = bool(sources) and all(sources) and moves_exactly(node, pins)

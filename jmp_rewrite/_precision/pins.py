@@ -31,7 +31,13 @@ from jmp_rewrite._graph.nodes import (
     reads_float32,
 )
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._precision import loops, origins, train_state, whole_step
+from jmp_rewrite._precision import (
+    loops,
+    origins,
+    reduction,
+    train_state,
+    whole_step,
+)
 from jmp_rewrite._precision.origins import (
     REDUCTIONS,
     SMALL,
@@ -80,6 +86,7 @@ class Pins:
       blame: nodes -> the node whose source line belongs into their reason.
       factors: nodes that a product reads, or what moves them to it.
       exact: nodes without a matrix multiplication upstream.
+      reduced: nodes whose results are summed over devices in half.
     """
 
     categories: list[Category | None]
@@ -98,6 +105,7 @@ class Pins:
     read_by: Mapping[int, str] = dataclasses.field(default_factory=dict)
     factors: frozenset[int] = frozenset()
     exact: frozenset[int] = frozenset()
+    reduced: frozenset[int] = frozenset()
     blame: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def products(self) -> set[int]:
@@ -160,7 +168,7 @@ def pin(
     pins.out_of_range = frozenset(local.out_of_range)
     pins.moved = origins.moved_arguments(graph, pins.categories, pins.out_of_range)
     pins.used_scopes = frozenset(local.used)
-    _pin_values(graph, pins)
+    _pin_values(graph, pins, policy)
     _pin_stacks(graph, pins)
     return pins
 
@@ -172,7 +180,7 @@ def _pin_products(graph: Graph, pins: Pins) -> None:
         pins.full[node] = why
 
 
-def _pin_values(graph: Graph, pins: Pins) -> None:
+def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     """Pins what is no activation or cotangent on its way to a matrix multiplication."""
     products, consumers = pins.products(), graph.consumers()
     made = reached(products, consumers)
@@ -195,7 +203,10 @@ def _pin_values(graph: Graph, pins: Pins) -> None:
     _pin_the_rest(graph, pins, products, made, useful)
     pins.factors = _factors(graph, pins, products)
     pins.exact = frozenset(range(len(graph.nodes))) - made
-    pins.emits_full = frozenset(products - useful | pins.read_by.keys())
+    if pins.whole_step and policy.reduce_dtype == pins.half:
+        last = products - useful - pins.read_by.keys()
+        pins.reduced = reduction.summed_in_half(graph, last, useful, pins.full)
+    pins.emits_full = frozenset(products - useful | pins.read_by.keys()) - pins.reduced
 
 
 def _pin_all(
