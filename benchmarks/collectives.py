@@ -40,6 +40,7 @@ from jmp_rewrite import Policy, explain, mixed_precision  # noqa: E402
 from jmp_rewrite._cost import devices, hlo  # noqa: E402
 from jmp_rewrite._cost.compile import Job, compile_jobs  # noqa: E402
 from jmp_rewrite._cost.program import lower  # noqa: E402
+from jmp_rewrite._policy import as_policy  # noqa: E402
 
 WIDTH, LAYERS, ROWS = 1024, 4, 512
 TX = optax.adam(1e-3)
@@ -139,9 +140,11 @@ def compile_text(
     step = jax.jit(make_step(net, policy, outside), out_shardings=out)
     if target == "cpu":
         return step.lower(*state, batch, batch).compile().as_text()
-    subject = explain(step, "float32")(*state, batch, batch).subject
+    # An explicit policy wins over that of a decorated step.
+    given = Policy("float32") if outside else as_policy(policy)
+    subject = explain(step, given)(*state, batch, batch).subject
     on = devices.target(target)
-    job = Job(on, lower(subject.program(Policy("float32")), on))
+    job = Job(on, lower(subject.program(given), on))
     [found] = compile_jobs([job], TIME_LIMIT)
     if "error" in found.answer:
         raise RuntimeError(found.answer["error"])
