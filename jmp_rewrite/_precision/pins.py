@@ -197,7 +197,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         _pin_all(pins, dict.fromkeys(ours, "full: a product of the optimizer"))
         products = pins.products()
     _pin_read_unrounded(graph, pins, products, made)
-    useful = leads_to_product(products, graph.predecessors(), state.__contains__)
+    ends = state | {n.index for n in graph.nodes if _is_number(n)}
+    useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
     useful |= loops.cotangents_into_loops(graph, graph.predecessors(), state)
     pins.rounds_after = (pins.rounds_after & useful) - state
     _pin_the_rest(graph, pins, products, made, useful)
@@ -585,6 +586,11 @@ def _is_scalar(node: Node) -> bool:
         if value.aval.shape:
             return False
     return bool(node.avals or node.inputs)
+
+
+def _is_number(node: Node) -> bool:
+    """Whether a result is 0-d, and so no activation on its way to a multiplication."""
+    return bool(node.avals) and not any(aval.shape for aval in node.avals)
 
 
 def _convert(node: Node) -> Category | None:
