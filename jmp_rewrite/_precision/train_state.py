@@ -252,8 +252,8 @@ def _paths(
 ) -> set[int]:
     """Returns what lies on a path from an argument to a result of the same shape.
 
-    Only forward, through what has no numerical danger, and not the layers of a residual
-    stream: paths through the backward pass carry gradients.
+    Only forward, through arrays without numerical danger, and not the layers of a
+    residual stream: paths through the backward pass carry gradients.
     """
     returned = {v.aval.shape for v in graph.results if v.node >= 0}
     shapes = {v.aval.shape for v in graph.arguments if v.aval.shape} & returned
@@ -267,7 +267,7 @@ def _paths(
         -1
         if categories[n.index] in (Category.INFER, Category.CLEAR)
         and not n.place.backward
-        and n.avals
+        and any(aval.shape for aval in n.avals)
         and n.index not in layers
         else 0
         for n in graph.nodes
