@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax, tree_util
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.extend import linear_util as lu
@@ -264,11 +264,6 @@ def is_symbolic_zero(x: Any) -> bool:
 def symbolic_zero_like(x: Any, aval: Any) -> Any:
     """Returns a symbolic zero of another dtype."""
     return SymbolicZero(x.aval.update(dtype=aval.dtype))
-
-
-def tree_paths(tree: Any) -> list[tuple[Any, ...]]:
-    """Returns the key path of every leaf."""
-    return [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def is_array(leaf: Any) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat, _transform
@@ -244,7 +243,7 @@ class Lockstep(Emitter):
 
     def opaque(self, eqn: Any, inner: Inner, operands: list[Pair]) -> list[Cell]:
         """Runs an equation that holds jaxprs without looking into it."""
-        cells = [Cell(p.value, p.saturate, p.half) for p in operands]
+        cells = [Cell(p.value, p.half) for p in operands]
         outs = higher_order.HANDLERS[inner.kind](self.plain, eqn, inner, cells)
         return self._beside(eqn, operands, outs)
 
@@ -262,7 +261,7 @@ class Lockstep(Emitter):
         rounds = bool(action & Action.HALF)
         if not rounds and are_shared(eqn, operands):
             row = self.add("equation", [p.row for p in operands])
-            return [Pair.same(c.value, row, c.saturate) for c in outs]
+            return [Pair.same(c.value, row) for c in outs]
         native = rounds and not action & Action.WIDE
         return self._beside(eqn, operands, outs, rounds, native)
 
@@ -307,8 +306,7 @@ class Lockstep(Emitter):
             error = self.count(row, arrays, [e for e, _ in read])
         self._count_exponents(eqn, row, references)
         return [
-            Pair(c.value, r, error, row, c.saturate)
-            for c, r in zip(outs, references, strict=True)
+            Pair(c.value, r, error, row) for c, r in zip(outs, references, strict=True)
         ]
 
     def _count_exponents(self, eqn: Any, row: int, references: list[Any]) -> None:
@@ -325,7 +323,7 @@ def _lanes(operands: list[Pair], outs: list[Cell]) -> list[Cell]:
             pair.value, "dtype", None
         )
         error, row = pair.read_as(pair.half if rounded else pair.value)
-        results.append(Pair(out.value, pair.reference, error, row, pair.saturate))
+        results.append(Pair(out.value, pair.reference, error, row))
     return results
 
 
@@ -376,11 +374,10 @@ def run(
       args: the arguments.
     """
     lockstep = Lockstep(plan, handlers)
-    saturate = plan.half == np.float16
-    cells = [Pair.same(x, saturate=saturate) for x in consts]
+    cells = [Pair.same(x) for x in consts]
     for number, x in enumerate(args):
         lockstep.rows.append(Row(None, (), TOP, (), "argument", of=number))
-        cells.append(Pair.same(x, number, saturate))
+        cells.append(Pair.same(x, number))
     outvars = _compat.open_jaxpr(plan.graph.top.jaxpr).outvars
     results = lockstep.evaluate(plan.graph.top, cells)
     pairs = []

@@ -48,7 +48,7 @@ def passed(e: Lockstep, pair: Pair, demand: int) -> Pair:
 
 def _read_as(pair: Pair, value: Any) -> Pair:
     error, row = pair.read_as(value)
-    return Pair(value, pair.reference, error, row, pair.saturate)
+    return Pair(value, pair.reference, error, row)
 
 
 def cast_outside(

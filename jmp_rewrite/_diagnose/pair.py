@@ -37,9 +37,8 @@ class Pair(Cell):
         reference: Any,
         error: Any = ZERO,
         row: int = -1,
-        saturate: bool = False,
     ) -> None:
-        super().__init__(value, saturate)
+        super().__init__(value)
         self.reference = reference
         self.error = error
         self.row = row
@@ -47,9 +46,9 @@ class Pair(Cell):
         self.half_row = -1
 
     @classmethod
-    def same(cls, value: Any, row: int = -1, saturate: bool = False) -> Pair:
+    def same(cls, value: Any, row: int = -1) -> Pair:
         """Returns a value that both programs have; the reference holds no half."""
-        return cls(value, to_float32(value), row=row, saturate=saturate)
+        return cls(value, to_float32(value), row=row)
 
     @property
     def is_same(self) -> bool:
@@ -58,7 +57,7 @@ class Pair(Cell):
 
     def copy(self) -> Pair:
         """Returns the pair for another jaxpr, whose casts are not to be kept here."""
-        new = Pair(self.value, self.reference, self.error, self.row, self.saturate)
+        new = Pair(self.value, self.reference, self.error, self.row)
         new.half, new.half_error = self.half, self.half_error
         new.half_row = self.half_row
         return new
@@ -73,7 +72,7 @@ class Pair(Cell):
         """
         reference = value if reference is None else reference
         error = self.error if error is None else error
-        return Pair(value, reference, error, self.row, self.saturate)
+        return Pair(value, reference, error, self.row)
 
     def arrays(self) -> tuple[Any, Any]:
         """Returns the value, and the reference or None, as `like` takes them."""

@@ -107,7 +107,7 @@ def _custom_body(
     (body,) = inner.bodies
     values = [c.value for c in cells]
     avals = [v.aval for v in eqn.invars]
-    closed = e.body(body, values, avals, [c.saturate for c in cells])
+    closed = e.body(body, values, avals)
     return closed, values, avals
 
 

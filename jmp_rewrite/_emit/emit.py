@@ -31,7 +31,6 @@ class Cell:
 
     Attributes:
       value: the array, in float32, half, or any other dtype.
-      saturate: whether rounding it must not make an infinity of a finite number.
       half: its rounded copy, if somebody asked for it.
       full: its copy cast back to float32, if somebody asked for it.
       unrounded: the float32 value that it was rounded from, if it was rounded where it
@@ -43,14 +42,12 @@ class Cell:
         "base",
         "full",
         "half",
-        "saturate",
         "unrounded",
         "value",
     )
 
-    def __init__(self, value: Any, saturate: bool = False, half: Any = None) -> None:
+    def __init__(self, value: Any, half: Any = None) -> None:
         self.value = value
-        self.saturate = saturate
         self.half = half
         self.unrounded: Any = None
         self.full: Any = None
@@ -99,13 +96,10 @@ class Emitter:
             return cell.value
         if cell.half is not None:
             return cell.half
-        half = self._narrow(cell.value, cell.saturate)
+        half = narrow(cell.value, self.plan.half)
         if self.plan.shared:
             cell.half = half
         return half
-
-    def _narrow(self, x: Any, saturate: bool) -> Any:
-        return narrow(x, self.plan.half, saturate)
 
     # ---- one jaxpr
 
@@ -170,7 +164,7 @@ class Emitter:
     ) -> list[Cell]:
         """Emits an equation of its own."""
         if entry is None or not action & Action.HALF:
-            return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
+            return self._as_it_was(eqn, env)
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
         if is_product and "preferred_element_type" in eqn.params:
             return self._product(eqn, action, env)
@@ -199,8 +193,7 @@ class Emitter:
             values = [self.read_half(c) for c, _ in cells]
         else:
             values = [self.read_full(c, aval) for c, aval in cells]
-        saturate = any(c.saturate for c, _ in cells)
-        return [Cell(x, saturate) for x in parts.emit(values)]
+        return [Cell(x) for x in parts.emit(values)]
 
     def _over_features(self, cell: Cell, how: FeatureSum, env: dict[Any, Cell]) -> Cell:
         """Returns a sum as a TPU takes it."""
@@ -211,11 +204,9 @@ class Emitter:
         factors = [self.read_full(env[v], v.aval) for v in how.factors]
         return Cell(on_device.feature_sum(cell.value, do, o, factors, how.layout))
 
-    def _as_it_was(
-        self, eqn: Any, env: dict[Any, Cell], saturate: bool = False
-    ) -> list[Cell]:
+    def _as_it_was(self, eqn: Any, env: dict[Any, Cell]) -> list[Cell]:
         values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
-        return [Cell(x, saturate) for x in _compat.bind(eqn, values, eqn.params)]
+        return [Cell(x) for x in _compat.bind(eqn, values, eqn.params)]
 
     def _product(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits a product of half operands, accumulated in float32."""
@@ -230,11 +221,10 @@ class Emitter:
         """Emits in float32 and rounds the results once."""
         saturates = bool(action & Action.SATURATES)
         cells = []
-        for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT)):
+        for cell in self._as_it_was(eqn, env):
             if cell.value.dtype == FLOAT32:
                 exact = cell.value
-                half = rounded(exact, self.plan.half, saturates or cell.saturate)
-                cell = Cell(half, cell.saturate)
+                cell = Cell(rounded(exact, self.plan.half, saturates))
                 cell.unrounded = exact
             cells.append(cell)
         return cells
@@ -243,20 +233,17 @@ class Emitter:
         self, eqn: Any, action: int, env: dict[Any, Cell], literals: dict[int, Any]
     ) -> list[Cell]:
         """Emits on half operands, with half results."""
-        saturate = bool(action & Action.ARGUMENT)
         values = self._half_operands(eqn, env, literals)
         if eqn.primitive.name == "convert_element_type":
             target = eqn.params["new_dtype"]
             dtype = self.plan.half if target == FLOAT32 else target
             (x,) = values
-            return [
-                Cell(x if x.dtype == dtype else _compat.convert(x, dtype), saturate)
-            ]
+            return [Cell(x if x.dtype == dtype else _compat.convert(x, dtype))]
         if eqn.primitive.name == "scatter-add":
             outs = _compat.scatter_into_zeros(eqn, values)
         else:
             outs = _compat.bind(eqn, values, eqn.params)
-        return [Cell(x, saturate) for x in outs]
+        return [Cell(x) for x in outs]
 
     def _half_operands(
         self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
@@ -284,7 +271,7 @@ class Emitter:
             for c, v, is_half in zip(cells, eqn.invars, halves, strict=True)
         ]
         outs = _compat.bind(eqn, values, eqn.params)
-        return [Cell(x, c.saturate) for x, c in zip(outs, cells, strict=True)]
+        return [Cell(x) for x in outs]
 
     def computed(self, chain: Chain, base: Cell) -> Any:
         """Computes what is not stacked from a slice of a stack, in float32."""
@@ -329,7 +316,6 @@ class Emitter:
         instance: Instance,
         values: Sequence[Any],
         avals: Sequence[Any],
-        saturate: Sequence[bool],
         joints: Sequence[int | None] | None = None,
         halves: Sequence[tuple[int, Any]] = (),
         rest: Rest = WHOLE,
@@ -340,7 +326,6 @@ class Emitter:
           instance: the use.
           values: what is passed, for its dtypes; None for what is not passed.
           avals: the types of the body's parameters in the original program.
-          saturate: which parameters saturate when they are rounded.
           joints: the carries, stacks or joins that the results have to agree with;
             None for a result that is no float32, or that nothing is to agree with.
           halves: (parameter, type) of half copies that are passed in front.
@@ -351,21 +336,19 @@ class Emitter:
         positions = tuple(p for p, _ in halves)
         out = None if joints is None else tuple(map(self.joint_dtype, joints))
         passed = tuple(i for i, v in enumerate(values) if v is not None)
-        saturates = tuple(saturate)
-        key = (self._key(instance), dtypes, saturates, out, positions, rest.key)
+        key = (self._key(instance), dtypes, out, positions, rest.key)
         if key not in self._jaxprs:
             types = [h for _, h in halves]
             types += [_retyped(avals[i], dtypes[i]) for i in passed]
-            fun = self._body_function(
-                instance, saturate, joints, positions, passed, rest
-            )
+            count = len(values)
+            fun = self._body_function(instance, count, joints, positions, passed, rest)
             self._jaxprs[key] = jax.make_jaxpr(fun)(*types)
         return self._jaxprs[key]
 
     def _body_function(
         self,
         instance: Instance,
-        saturate: Sequence[bool],
+        count: int,
         joints: Sequence[int | None] | None,
         positions: Sequence[int],
         passed: Sequence[int],
@@ -377,21 +360,20 @@ class Emitter:
             halves = dict(zip(positions, values[: len(positions)], strict=True))
             consts = [Cell(c) for c in _compat.constants(instance.jaxpr)]
             given = dict(zip(passed, values[len(positions) :], strict=True))
-            cells = [
-                Cell(given.get(i), s, halves.get(i)) for i, s in enumerate(saturate)
-            ]
+            cells = [Cell(given.get(i), halves.get(i)) for i in range(count)]
             slices = {c.base: cells[c.base] for c in rest.computed.values()}
             for i, chain in rest.computed.items():
                 cells[i] = Cell(self.computed(chain, slices[chain.base]))
             results = self._evaluate(instance, consts + cells, rest)
             if joints is None:
                 return [c.value for c in results]
-            count = len(outvars)
+            stacked = results[len(outvars) :]
+            own = zip(results[: len(outvars)], joints, outvars, strict=True)
             returned = [
                 c.value if node is None else self.to_joint(c, node, v.aval)
-                for c, node, v in zip(results[:count], joints, outvars, strict=True)
+                for c, node, v in own
             ]
-            return returned + [self.read_half(c) for c in results[count:]]
+            return returned + [self.read_half(c) for c in stacked]
 
         return body
 

@@ -38,7 +38,7 @@ def call(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         ]
     else:
         values = [e.passed(c, d) for c, d in zip(cells, demands, strict=True)]
-    closed = e.body(body, values, [v.aval for v in invars], [c.saturate for c in cells])
+    closed = e.body(body, values, [v.aval for v in invars])
     jaxpr = _compat.like(body.jaxpr, closed)
     params = dict(eqn.params, **{CALLS[eqn.primitive.name][1]: jaxpr})
     return [Cell(x) for x in _compat.bind(eqn, values, params)]
@@ -48,11 +48,9 @@ def shard_map(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cel
     (body,) = inner.bodies
     demands = e.demand.of(body)
     values = [e.passed(c, d) for c, d in zip(cells, demands, strict=True)]
-    saturate = [c.saturate for c in cells]
 
     def local(*shards: Any) -> list[Any]:
-        inside = [Cell(x, s) for x, s in zip(shards, saturate, strict=True)]
-        return [c.value for c in e.evaluate(body, inside)]
+        return [c.value for c in e.evaluate(body, [Cell(x) for x in shards])]
 
     params = eqn.params
     mapped = jax.shard_map(
@@ -100,7 +98,6 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         body,
         values,
         avals,
-        [c.saturate for c in cells],
         rest.kept([*inner.carry_in, *inner.stacks]),
         [(i, jax.typeof(x)) for i, x in halves],
         rest,
@@ -137,8 +134,7 @@ def while_(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         demands = e.demand.of(use)[: len(own)]
         passed = [e.passed(c, d) for c, d in zip(own, demands, strict=True)]
         types = [v.aval for v in _compat.open_jaxpr(use.jaxpr).invars]
-        saturate = [c.saturate for c in own] + [False] * len(carried)
-        jaxprs.append(e.body(use, passed + carried, types, saturate, joints))
+        jaxprs.append(e.body(use, passed + carried, types, joints))
         values += passed
     params = dict(eqn.params, cond_jaxpr=jaxprs[0], body_jaxpr=jaxprs[1])
     return [Cell(x) for x in _compat.bind(eqn, values + carried, params)]
@@ -146,12 +142,9 @@ def while_(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
 
 def cond(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
     which, operands = cells[0].value, cells[1:]
-    saturate = [c.saturate for c in operands]
     values = [c.value for c in operands]
     avals = [v.aval for v in eqn.invars[1:]]
-    branches = tuple(
-        e.body(body, values, avals, saturate, inner.joins) for body in inner.bodies
-    )
+    branches = tuple(e.body(b, values, avals, inner.joins) for b in inner.bodies)
     params = dict(eqn.params, branches=branches)
     return [Cell(x) for x in _compat.bind(eqn, [which, *values], params)]
 

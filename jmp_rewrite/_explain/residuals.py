@@ -9,28 +9,16 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._precision.cost import COSTLY, ENDS_KERNEL
+from jmp_rewrite._precision.cost import ENDS_KERNEL
+from jmp_rewrite._rules import attributes
+from jmp_rewrite._rules.attributes import COSTLY
 from jmp_rewrite._rules.held import CALLS, held_jaxprs
 from jmp_rewrite._rules.table import PRODUCTS
 
 HALVES = frozenset({"bfloat16", "float16"})
 
-# Results of these are views of their operand, or numbers that XLA repeats where they
-# are read: they are kept as their operand, if at all.
-VIEWS = frozenset(
-    {
-        "broadcast_in_dim",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "feature_sum",
-        "name",
-        "pvary",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-    }
-)
+# The same holds of a sum over features.
+VIEWS = attributes.VIEWS | {"feature_sum"}
 # What is made of arguments by these alone is their copy, and no activation.
 CASTS = frozenset({"convert_element_type", "saturating_cast"})
 _COPIES = VIEWS | {

@@ -25,6 +25,7 @@ from jmp_rewrite._graph.nodes import (
     reads_float32,
 )
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
+from jmp_rewrite._rules.attributes import MOVES_NUMBER
 from jmp_rewrite._rules.held import LANES, LEFT_ALONE, held_jaxprs
 
 # Larger constants are not searched for values that half precision cannot hold (they
@@ -48,21 +49,8 @@ _DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
 # Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
 _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
 
-# A known number stays known through these.
-_KEEPS_NUMBER = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "neg",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
+# A known number stays known through these, and is known behind a sign.
+_KEEPS_NUMBER = MOVES_NUMBER | {"neg"}
 
 
 def build(

@@ -24,6 +24,7 @@ from jmp_rewrite._precision.cost import (
 )
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import table
+from jmp_rewrite._rules.attributes import COMPARES, PICKS
 from jmp_rewrite._rules.table import Category
 
 
@@ -35,8 +36,6 @@ class Action:
       WIDE: with HALF: it computes in float32, and its results are rounded once.
       EMITS_FULL: with HALF: a product of half operands whose result is float32.
       SATURATES: with WIDE: rounding never makes an infinity of a finite number.
-      ARGUMENT: its results hold nothing but an argument's values, so that rounding
-        them saturates as well.
     """
 
     FULL = 0
@@ -44,7 +43,6 @@ class Action:
     WIDE = 2
     EMITS_FULL = 4
     SATURATES = 8
-    ARGUMENT = 16
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -67,34 +65,7 @@ _SPREADS = frozenset(
 
 
 # The results of these are elements of their operands.
-_PICKS = frozenset(
-    {
-        "broadcast_in_dim",
-        "clamp",
-        "cummax",
-        "cummin",
-        "expand_dims",
-        "max",
-        "min",
-        "pmax",
-        "pmin",
-        "reduce_max",
-        "reduce_min",
-        "reduce_window_max",
-        "reduce_window_min",
-        "reshape",
-        "select_n",
-        "sort",
-        "squeeze",
-        "stack_out",
-        "stop_gradient",
-        "transpose",
-    }
-)
-
-
-# These ask which elements are the same.
-_COMPARES = frozenset({"eq", "ne"})
+_PICKS = PICKS | {"stack_out"}
 
 
 # These hold a jaxpr that takes float32 scalars.
@@ -257,7 +228,7 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
     The gradient of a maximum asks which elements equal it, and divides by their number.
     If the maximum were of rounded copies, none would, and the gradient would be NaN.
     """
-    stack = [n.index for n in graph.nodes if n.name in _COMPARES]
+    stack = [n.index for n in graph.nodes if n.name in COMPARES]
     compared: set[int] = set()
     while stack:
         for value in graph.nodes[stack.pop()].inputs:

@@ -141,11 +141,6 @@ def _positions(node: Node) -> Hashable:
     )
 
 
-def size_of(node: Node) -> int:
-    """Returns how many float32 elements a node's results have together."""
-    return elements(node.avals)
-
-
 def moves(graph: Graph, node: int) -> list[int]:
     """Returns what moves a node's numbers to it, back to what computes them.
 

@@ -79,7 +79,6 @@ class Pins:
       out_of_range: nodes with a number that the compute dtype cannot hold.
       moved: nodes that only move arguments' values -> dimensions of the arguments.
       sinks: nodes without a float32 result that take the precision of what they read.
-      used_scopes: the patterns that matched something.
       rounds_after: nodes that compute in float32, whose result may be rounded once.
       lossy: clear nodes with a number that the compute dtype rounds.
       read_by: products -> why their result is read unrounded.
@@ -99,7 +98,6 @@ class Pins:
     out_of_range: frozenset[int] = frozenset()
     moved: Mapping[int, int] = dataclasses.field(default_factory=dict)
     sinks: frozenset[int] = frozenset()
-    used_scopes: frozenset[str] = frozenset()
     rounds_after: frozenset[int] = frozenset()
     lossy: frozenset[int] = frozenset()
     read_by: Mapping[int, str] = dataclasses.field(default_factory=dict)
@@ -167,7 +165,6 @@ def pin(
     pins.lossy = _lossy(graph, policy.compute_dtype)
     pins.out_of_range = frozenset(local.out_of_range)
     pins.moved = origins.moved_arguments(graph, pins.categories, pins.out_of_range)
-    pins.used_scopes = frozenset(local.used)
     _pin_values(graph, pins, policy)
     _pin_stacks(graph, pins)
     return pins
@@ -467,7 +464,6 @@ class _Local:
         self._by_path: dict[str, tuple[str, str] | None] = {}
         self._overrides = overrides
         self._dtype = policy.compute_dtype
-        self.used: set[str] = set()
         self.out_of_range: set[int] = set()
 
     def judge(self, node: Node, forced: set[int]) -> tuple[Category | None, str | None]:
@@ -479,7 +475,6 @@ class _Local:
             return category, FULL_PRECISION
         scope = self._overrides.get(node.index) or self._scope(node.place.path)
         if scope:
-            self.used.add(scope[0])
             if scope[1] == "float32":
                 return category, f"full: the scope {scope[0]!r} is float32"
             forced.add(node.index)
