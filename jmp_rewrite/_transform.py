@@ -37,7 +37,7 @@ from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import decide as _plan
 from jmp_rewrite._precision import parameters as _parameters
-from jmp_rewrite._precision import pins as _pin
+from jmp_rewrite._precision import pinning as _pin
 from jmp_rewrite._rules.table import Category
 from jmp_rewrite._source import user_level
 from jmp_rewrite._spelling import DTypeLike, PolicyName

@@ -200,3 +200,24 @@ def has_to_be_read(value: Value, size: int) -> bool:
     if value.constant is not None or not value.made_of_data:
         return False
     return 2 * elements([value.aval]) >= size
+
+
+def statistics(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
+    """Returns what is computed from reductions alone: means, variances, maxima.
+
+    They are small, and much is computed from each of them.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        size = elements(node.avals)
+        if node.name in REDUCTIONS:
+            before = max((elements([v.aval]) for v in node.inputs), default=0)
+            is_statistic = before >= SMALL * size
+        elif categories[node.index] is Category.ALLOW:
+            is_statistic = False
+        else:
+            large = [v for v in node.inputs if has_to_be_read(v, size)]
+            is_statistic = bool(large) and all(v.node in found for v in large)
+        if is_statistic:
+            found.add(node.index)
+    return found
