@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from jmp_rewrite._graph.nodes import Graph, Node, Opaque, reached, reads_float32
+from jmp_rewrite._graph.nodes import Graph, Node, Opaque, reads_float32
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision import (
     danger,
@@ -82,7 +82,7 @@ def _pin_products(graph: Graph, pins: Pins) -> None:
 def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     """Pins what is no activation or cotangent on its way to a matrix multiplication."""
     products, consumers = pins.products(), graph.consumers()
-    made = reached(products, consumers)
+    made = origins.made_by(products, graph.nodes, consumers)
     made |= {
         n.index for n in graph.nodes if n.place.backward and not n.place.recomputed
     }
