@@ -20,7 +20,6 @@ from jmp_rewrite._emit.products import float32_result
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
 from jmp_rewrite._passes import on_device
 from jmp_rewrite._passes.attention import FeatureSum
-from jmp_rewrite._passes.parts import Joined, Summed, Taken
 from jmp_rewrite._passes.unstacked import Chain, Rest
 from jmp_rewrite._precision.decide import Action, Plan
 from jmp_rewrite._rules.table import Category
@@ -147,13 +146,7 @@ class Emitter:
             env = {operand: env[instead]}
         if index in instance.partial:
             eqn, env = _of_partial(eqn, instance.partial[index], env)
-        parts = self._parts(instance, index, env)
-        if isinstance(parts, (Joined, Taken)):
-            return self._apart(parts, action, env)
         cells = self._emit(entry, action, eqn, env)
-        if isinstance(parts, Summed) and not action & Action.HALF:
-            (sums,) = self._apart(parts, action, env)
-            cells = [Cell(on_device.restore(cells[0].value, sums.value, ("tpu",)))]
         if index in self.plan.feature_sums.get(instance, ()):
             how = self.plan.feature_sums[instance][index]
             cells = [self._over_features(cells[0], how, env)]
@@ -172,28 +165,6 @@ class Emitter:
             return self._wide(eqn, action, env)
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, action, env, literals)
-
-    def _parts(
-        self, instance: Instance, index: int, env: dict[Any, Cell]
-    ) -> Joined | Summed | Taken | None:
-        """Returns how an equation's results are taken apart or joined, if they are."""
-        parts = self.plan.parts.get(instance, {}).get(index)
-        if parts is None or any(v not in env for v in parts.variables):
-            return None  # it stands behind a loop
-        values = [env[v].value for v in parts.variables]
-        laid_out = any(_compat.lays_out(jax.typeof(x).sharding) for x in values)
-        return None if laid_out else parts
-
-    def _apart(
-        self, parts: Joined | Summed | Taken, action: int, env: dict[Any, Cell]
-    ) -> list[Cell]:
-        """Returns parts of an array, or what is put together of some."""
-        cells = [(env[v], v.aval) for v in parts.variables]
-        if action & Action.HALF:
-            values = [self.read_half(c) for c, _ in cells]
-        else:
-            values = [self.read_full(c, aval) for c, aval in cells]
-        return [Cell(x) for x in parts.emit(values)]
 
     def _over_features(self, cell: Cell, how: FeatureSum, env: dict[Any, Cell]) -> Cell:
         """Returns a sum as a TPU takes it."""
@@ -395,8 +366,7 @@ class Emitter:
             )
             instead = tuple(instance.instead.items())
             over = tuple(self.plan.feature_sums.get(instance, ()))
-            parts = tuple(self.plan.parts.get(instance, ()))
-            key = (id(instance.jaxpr), actions, inner, instead, over, parts)
+            key = (id(instance.jaxpr), actions, inner, instead, over)
             # Numbers nest where tuples would be hashed to their full depth each time.
             self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]

@@ -21,8 +21,16 @@ from jmp_rewrite._passes.round_last_gradients import round_last_gradients
 from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
+from jmp_rewrite._passes.split_before_reshape import split_before_reshape
 
 PASSES: tuple[Pass, ...] = (
+    Pass(
+        "split_before_reshape",
+        split_before_reshape,
+        ("all",),
+        "order of sums",
+        frozenset({"reshape"}),
+    ),
     Pass(
         "sharded_casts",
         sharded_casts,

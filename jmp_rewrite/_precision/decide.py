@@ -11,7 +11,6 @@ import numpy as np
 from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._passes.attention import FeatureSum, sums_over_features
-from jmp_rewrite._passes.parts import Parts, parts_apart
 from jmp_rewrite._passes.sums import NO_SUMS, sums_behind_loops
 from jmp_rewrite._passes.unstacked import Rest, computed_again_in_loops
 from jmp_rewrite._precision import origins
@@ -87,7 +86,6 @@ class Plan:
       nested: makes the plan of a program that is only known later: a derivative rule.
       rests: what is left of a scan's body, if that is not all of it.
       feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
-      parts: use of a jaxpr -> what is taken apart or joined otherwise.
     """
 
     graph: Graph
@@ -100,7 +98,6 @@ class Plan:
     feature_sums: dict[Instance, dict[int, FeatureSum]] = dataclasses.field(
         default_factory=dict
     )
-    parts: dict[Instance, Parts] = dataclasses.field(default_factory=dict)
 
     @property
     def rewrites(self) -> bool:
@@ -174,7 +171,6 @@ def make_plan(
     if pins.whole_step and placement is cheapest:
         plan.rests = _rests(graph, pins, actions)
         plan.feature_sums = sums_over_features(graph, pins, halves)
-        plan.parts = parts_apart(graph)
     return plan
 
 

@@ -33,6 +33,15 @@ def attention(params, x):
     return jnp.square(jax.nn.softmax(h @ h.T) @ h @ out).mean()
 
 
+def heads(params, x):
+    w, out = params
+    h = (x @ w + out[:, 0][None]).reshape(T, 3, 2, 2)
+    q, k, v = h[:, 0], h[:, 1], h[:, 2]
+    scores = jnp.einsum("qhd,khd->hqk", q, k)
+    h = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v)
+    return jnp.square(h.reshape(T, 4) @ out[:4]).mean()
+
+
 def silu_of_a_norm(params, x):
     w, out = params
     h = x @ w + out[:, 0][None] + out[:, 1][None]
@@ -72,7 +81,7 @@ def scanned(params, x):
     return jnp.square(jax.lax.scan(body, jnp.zeros(F), x)[1] @ out).mean()
 
 
-LOSSES = (gelu, attention, silu_of_a_norm, upsampled, convolved, scanned)
+LOSSES = (gelu, attention, heads, silu_of_a_norm, upsampled, convolved, scanned)
 
 
 def step_of(loss):
