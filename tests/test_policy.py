@@ -227,6 +227,9 @@ def test_unknown_policy(wrong):
         ("flaot32", "float32"),
         ("Auto", "auto"),
         ("bf-16", "bf16"),
+        ("Mixed-BFloat16", "mixed_bfloat16"),
+        ("MIXED_FLOAT16", "mixed_float16"),
+        ("bf16-mixed", "bf16"),  # PyTorch Lightning's
     ],
 )
 def test_a_misspelt_policy_is_answered_with_the_nearest(wrong, near):
@@ -333,6 +336,9 @@ def test_unknown_rule_names_the_nearest():
         ValueError, match="got 'reduce_summ': the nearest is 'reduce_sum"
     ):
         Policy("mixed_float16", rules={"reduce_summ": "infer"})
+    for start, name in {"dot": "dot_general", "conv": "conv_general_dilated"}.items():
+        with pytest.raises(ValueError, match=f"the nearest is '{name}'"):
+            Policy("mixed_float16", rules={start: "infer"})
     with pytest.raises(ValueError, match="as jax.make_jaxpr prints it.*the nearest is"):
         Policy("mixed_float16", rules={"!": "infer"})
 
