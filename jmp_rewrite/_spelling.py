@@ -192,7 +192,7 @@ def _parse_rule(key: object) -> str:
     if not isinstance(key, str):
         raise TypeError(f"expected a primitive's name or a Primitive, got {key!r}")
     if key not in RULES:
-        longer = [name for name in RULES if name.startswith(f"{key}_")]  # "dot", "conv"
+        longer = [name for name in RULES if name.startswith(f"{key}_")]  # "dot"
         (nearest,) = difflib.get_close_matches(key, longer or RULES, n=1, cutoff=0.0)
         raise ValueError(
             "expected the name of a JAX primitive, as jax.make_jaxpr prints it, got "

@@ -336,9 +336,8 @@ def test_unknown_rule_names_the_nearest():
         ValueError, match="got 'reduce_summ': the nearest is 'reduce_sum"
     ):
         Policy("mixed_float16", rules={"reduce_summ": "infer"})
-    for start, name in {"dot": "dot_general", "conv": "conv_general_dilated"}.items():
-        with pytest.raises(ValueError, match=f"the nearest is '{name}'"):
-            Policy("mixed_float16", rules={start: "infer"})
+    with pytest.raises(ValueError, match="got 'dot': the nearest is 'dot_general'"):
+        Policy("mixed_float16", rules={"dot": "infer"})
     with pytest.raises(ValueError, match="as jax.make_jaxpr prints it.*the nearest is"):
         Policy("mixed_float16", rules={"!": "infer"})
 
