@@ -35,9 +35,9 @@ def run_python(tmp_path):
     """Runs the interpreter in an empty directory, with one CPU device."""
 
     package = pathlib.Path(importlib.util.find_spec("jmp_rewrite").origin).parent
-    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(package.parent)}
         return subprocess.run(
             [sys.executable, "-W", "error", *args],
             cwd=tmp_path,
@@ -48,3 +48,9 @@ def run_python(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def optimized(monkeypatch):
+    """What trains for a minute runs in less, and as users run it, with LLVM's help."""
+    monkeypatch.delenv("XLA_FLAGS")

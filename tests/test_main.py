@@ -132,8 +132,10 @@ BAD_ARGUMENTS = {
     "--force-overflow 150": r"--force-overflow must be below 150",
     "--force-overflow 1 --policies float32": r"--force-overflow needs .*mixed_float16",
     "--unit 3": r"unrecognized arguments: --unit 3",
-    "rule": r"unrecognized arguments: rule",
-    "rules --dtype int8": r"--dtype: invalid choice: 'int8'",
+    "rule": r"one of the commands rules, .*, got 'rule': did you mean 'rules'",
+    "train": r"one of the commands rules, devices, passes, estimate, got 'train' ",
+    "rules --dtype int8": r"--dtype: expected a policy: .* got 'int8'",
+    "rules --dtype float32": r"--dtype: expected bfloat16 or float16, got 'float32'",
     "devices --policy fast": r"--policy: .*fast",
 }
 
@@ -149,7 +151,10 @@ def test_a_bad_argument_is_one_line_and_code_2(arguments, capsys):
     assert re.search(BAD_ARGUMENTS[arguments], printed.err)
 
 
-@pytest.mark.parametrize("command", [[], ["rules"], ["devices"]], ids=str)
+COMMANDS = [[], ["rules"], ["devices"], ["passes"], ["estimate"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_help_is_everywhere(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])
@@ -185,6 +190,20 @@ def test_rules_lists_every_primitive(dtype, capsys):
         name: category.name for name, category in rules.items()
     }
     assert all(reason for _, _, *reason in lines)
+
+
+@pytest.mark.parametrize("short", ["bf16", "mixed_bfloat16"])
+def test_rules_reads_every_name_of_a_dtype(short, capsys):
+    main(["rules", "--dtype", short])
+    found = capsys.readouterr().out
+    main(["rules", "--dtype", "bfloat16"])
+    assert found == capsys.readouterr().out
+
+
+def test_devices_says_it_once(run_python):
+    ran = run_python("-m", "jmp_rewrite", "devices", "--policy", "fp16")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.count("compatibility check (mixed_float16)") == 1
 
 
 def test_rules_and_devices_need_no_extras(run_python):

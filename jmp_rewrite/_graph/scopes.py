@@ -100,7 +100,8 @@ def _in_full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     if not callable(fun):
         raise TypeError(
             "full_precision expected a function to decorate, got "
-            f"{fun!r}. Use `with full_precision():` around code that is traced."
+            f"{type(fun).__name__}. Use `with full_precision():` around code that is "
+            "traced."
         )
 
     # What a function carries is copied; the fields of a module are no business here.

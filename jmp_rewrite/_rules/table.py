@@ -691,6 +691,11 @@ _NAMES = {
     "float32": "float32",
     "mixed_bfloat16": "bfloat16",
     "mixed_float16": "float16",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
 }
 
 _PHRASES = {
@@ -708,7 +713,7 @@ def default_rules(compute_dtype: object) -> dict[str, Category]:
 
     Args:
         compute_dtype: `float16`, `bfloat16` or `float32`, as a string, a dtype or a
-            scalar type, or a policy's name, `"mixed_float16"` or `"mixed_bfloat16"`.
+            scalar type, in short (`"bf16"`, `"fp16"`), or as a policy's name.
             `float32` gives the table of bfloat16, which a float32 policy does not use.
 
     Returns:
