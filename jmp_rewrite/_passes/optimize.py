@@ -18,6 +18,7 @@ from jmp_rewrite._passes.read_before_rounding import read_before_rounding
 from jmp_rewrite._passes.recompute_activations import recompute_activations
 from jmp_rewrite._passes.recompute_logistic import recompute_logistic
 from jmp_rewrite._passes.round_last_gradients import round_last_gradients
+from jmp_rewrite._passes.scatter_as_select import scatter_as_select
 from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
@@ -38,6 +39,13 @@ PASSES: tuple[Pass, ...] = (
         "nothing",
         frozenset({"sharding_constraint"}),
         whole_steps_only=False,
+    ),
+    Pass(
+        "scatter_as_select",
+        scatter_as_select,
+        ("all",),
+        "nothing",
+        frozenset({"scatter", "scatter-add"}),
     ),
     Pass(
         "softmax_in_one_kernel",
