@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
+from jmp_rewrite._graph.region import Region
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._passes.attention import FeatureSum, sums_over_features
 from jmp_rewrite._passes.parts import Parts, parts_apart
@@ -117,6 +118,7 @@ class Plan:
       rests: what is left of a scan's body, if that is not all of it.
       feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
       parts: use of a jaxpr -> what is taken apart or joined otherwise.
+      region: what it was traced as; None if nobody said.
     """
 
     graph: Graph
@@ -130,6 +132,7 @@ class Plan:
         default_factory=dict
     )
     parts: dict[Instance, Parts] = dataclasses.field(default_factory=dict)
+    region: Region | None = None
 
     @property
     def rewrites(self) -> bool:

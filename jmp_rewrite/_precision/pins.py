@@ -22,6 +22,8 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from jmp_rewrite._graph.nodes import (
+    KERNEL_OPERAND,
+    KERNEL_RESULT,
     Graph,
     Node,
     Opaque,
@@ -48,9 +50,12 @@ ALLOW, INFER, DENY, CLEAR = Category
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
 _HALVES = ("bfloat16", "float16")
+# Casts at the edges of kernels.
+_EDGES = frozenset({KERNEL_OPERAND, KERNEL_RESULT})
 
 REWRITTEN = "full: an inner mixed_precision has decided"
 FULL_PRECISION = "full: inside full_precision"
+_SCOPE = "full: the scope"
 SCALAR = "full: a 0-d value"
 STATE = "full: state: updated in its own shape"
 NO_PRODUCT = "full: no matrix product depends on it (optimizer, metrics, outputs)"
@@ -112,6 +117,11 @@ class Pins:
         """Tells whether a result may be half."""
         return self.full[node] is None or node in self.rounds_after
 
+    def is_asked_full(self, node: int) -> bool:
+        """Whether `full_precision` or a scope of the user's makes it float32."""
+        why = self.full[node] or ""
+        return why == FULL_PRECISION or why.startswith(_SCOPE)
+
     def reason(self, graph: Graph, node: int) -> str:
         """Returns why a node is what it is, as a sentence."""
         source = self.upstream[node]
@@ -167,7 +177,8 @@ def pin(
 
 def _pin_products(graph: Graph, pins: Pins) -> None:
     """Pins the matrix multiplications that are not worth half operands."""
-    free = {n for n in pins.products() if n not in pins.forced}
+    products = (n for n in pins.products() if graph.nodes[n].name not in _EDGES)
+    free = {n for n in products if n not in pins.forced}
     for node, why in exact_products(graph, pins.categories, free).items():
         pins.full[node] = why
 
@@ -469,7 +480,7 @@ class _Local:
         if scope:
             self.used.add(scope[0])
             if scope[1] == "float32":
-                return category, f"full: the scope {scope[0]!r} is float32"
+                return category, f"{_SCOPE} {scope[0]!r} is float32"
             forced.add(node.index)
             by_rule, category = False, self._default(node)
         covered = node.index in forced
@@ -500,6 +511,9 @@ class _Local:
         return self._default(node), False
 
     def _default(self, node: Node) -> Category | None:
+        if node.name in _EDGES:
+            # It rounds what the kernel reads, and hands on what it has rounded.
+            return ALLOW if self._dtype in _dtypes(node.eqn) else DENY
         special = _SPECIAL.get(node.name)
         if special is not None:
             return special(node)
@@ -516,7 +530,7 @@ class _Local:
             return None if node.avals[0].shape else SCALAR
         if _is_scalar(node):
             return SCALAR
-        if node.mixed and node.name != "convert_element_type":
+        if node.mixed and node.name not in ("convert_element_type", *_EDGES):
             return "full: it mixes float32 with another float dtype"
         return None
 
@@ -587,6 +601,10 @@ def _convert(node: Node) -> Category | None:
     if source.name in _HALVES and node.given:
         return CLEAR  # a program's half argument; nobody asked for more digits of it
     return DENY  # integers above 256 round; what was half the user wants full
+
+
+def _dtypes(eqn: Any) -> list[np.dtype]:
+    return [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)]
 
 
 def _reduce_precision(node: Node) -> Category | None:
