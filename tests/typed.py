@@ -46,6 +46,16 @@ def full_called(x: jax.Array, n: int) -> jax.Array:
     return x * n
 
 
+@jmpr.half_precision
+def half(x: jax.Array, n: int) -> jax.Array:
+    return x * n
+
+
+@jmpr.half_precision()
+def half_called(x: jax.Array, n: int) -> jax.Array:
+    return x * n
+
+
 class Model:
     @jmpr.mixed_precision("bf16")
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -62,6 +72,9 @@ if TYPE_CHECKING:
     reveal_type(default)  # (x: Array, n: int) -> Array
     reveal_type(full)  # (x: Array, n: int) -> Array
     reveal_type(full_called)  # (x: Array, n: int) -> Array
+    reveal_type(half)  # (x: Array, n: int) -> Array
+    reveal_type(half_called)  # (x: Array, n: int) -> Array
+    reveal_type(jmpr.half_precision(step))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(step, "float32"))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(step, policy))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(step, np.float16))  # (x: Array, n: int) -> Array

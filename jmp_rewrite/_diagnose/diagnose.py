@@ -104,12 +104,13 @@ def diagnose(
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
         _check_arrays((args, kwargs))
-        program = _Program(_transform.trace_call(plain, args, kwargs))
+        chosen = as_policy(given)
+        program = _Program(_transform.trace_call(plain, args, kwargs, chosen))
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(
                 name_of(plain).rpartition("<locals>.")[2],
                 program,
-                as_policy(given),
+                chosen,
                 _TOLERANCE if tolerance is None else float(tolerance),
             )
 

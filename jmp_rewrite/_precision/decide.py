@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
+from jmp_rewrite._graph.region import Region
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._passes.attention import FeatureSum, sums_over_features
 from jmp_rewrite._passes.sums import NO_SUMS, sums_behind_loops
@@ -86,6 +87,7 @@ class Plan:
       nested: makes the plan of a program that is only known later: a derivative rule.
       rests: what is left of a scan's body, if that is not all of it.
       feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
+      region: what it was traced as; None if nobody said.
     """
 
     graph: Graph
@@ -98,6 +100,7 @@ class Plan:
     feature_sums: dict[Instance, dict[int, FeatureSum]] = dataclasses.field(
         default_factory=dict
     )
+    region: Region | None = None
 
     @property
     def rewrites(self) -> bool:

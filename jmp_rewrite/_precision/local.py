@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Node
+from jmp_rewrite._graph.nodes import KERNEL_OPERAND, KERNEL_RESULT, Node
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.products import request
 from jmp_rewrite._rules import table
@@ -25,9 +25,12 @@ ALLOW, INFER, DENY, CLEAR = Category
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
 _HALVES = ("bfloat16", "float16")
+# Casts at the edges of kernels.
+KERNEL_EDGES = frozenset({KERNEL_OPERAND, KERNEL_RESULT})
 
 REWRITTEN = "full: an inner mixed_precision has decided"
 FULL_PRECISION = "full: inside full_precision"
+SCOPE = "full: the scope"
 SCALAR = "full: a 0-d value"
 
 
@@ -56,7 +59,7 @@ class Local:
         scope = self._overrides.get(node.index) or self._scope(node.place.path)
         if scope:
             if scope[1] == "float32":
-                return category, f"full: the scope {scope[0]!r} is float32"
+                return category, f"{SCOPE} {scope[0]!r} is float32"
             forced.add(node.index)
             by_rule, category = False, self._default(node)
         covered = node.index in forced
@@ -87,6 +90,9 @@ class Local:
         return self._default(node), False
 
     def _default(self, node: Node) -> Category | None:
+        if node.name in KERNEL_EDGES:
+            # It rounds what the kernel reads, and hands on what it has rounded.
+            return ALLOW if self._dtype in _dtypes(node.eqn) else DENY
         special = _SPECIAL.get(node.name)
         if special is not None:
             return special(node)
@@ -103,7 +109,7 @@ class Local:
             return None if node.avals[0].shape else SCALAR
         if is_scalar(node):
             return SCALAR
-        if node.mixed and node.name != "convert_element_type":
+        if node.mixed and node.name not in ("convert_element_type", *KERNEL_EDGES):
             return "full: it mixes float32 with another float dtype"
         return None
 
@@ -174,6 +180,10 @@ def _convert(node: Node) -> Category | None:
     if source.name in _HALVES and node.given:
         return CLEAR  # a program's half argument; nobody asked for more digits of it
     return DENY  # integers above 256 round; what was half the user wants full
+
+
+def _dtypes(eqn: Any) -> list[np.dtype]:
+    return [v.aval.dtype for v in (*eqn.invars, *eqn.outvars)]
 
 
 def _reduce_precision(node: Node) -> Category | None:

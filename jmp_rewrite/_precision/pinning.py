@@ -24,7 +24,7 @@ from jmp_rewrite._precision import (
     train_state,
     whole_step,
 )
-from jmp_rewrite._precision.local import Local
+from jmp_rewrite._precision.local import KERNEL_EDGES, Local
 from jmp_rewrite._precision.origins import leads_to_product, statistics
 from jmp_rewrite._precision.pins import EXACT, NO_PRODUCT, STATE, STATISTIC, Pins
 from jmp_rewrite._precision.products import exact_products
@@ -74,7 +74,8 @@ def pin(
 
 def _pin_products(graph: Graph, pins: Pins) -> None:
     """Pins the matrix multiplications that are not worth half operands."""
-    free = {n for n in pins.products() if n not in pins.forced}
+    products = (n for n in pins.products() if graph.nodes[n].name not in KERNEL_EDGES)
+    free = {n for n in products if n not in pins.forced}
     for node, why in exact_products(graph, pins.categories, free).items():
         pins.full[node] = why
 

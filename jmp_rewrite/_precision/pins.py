@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from jmp_rewrite._graph.nodes import Graph
+from jmp_rewrite._precision.local import FULL_PRECISION, SCOPE
 from jmp_rewrite._precision.placement import BareGraph
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.table import Category
@@ -75,6 +76,11 @@ class Pins:
     def may_round(self, node: int) -> bool:
         """Tells whether a result may be half."""
         return self.full[node] is None or node in self.rounds_after
+
+    def is_asked_full(self, node: int) -> bool:
+        """Whether `full_precision` or a scope of the user's makes it float32."""
+        why = self.full[node] or ""
+        return why == FULL_PRECISION or why.startswith(SCOPE)
 
     def reason(self, graph: Graph, node: int) -> str:
         """Returns why a node is what it is, as a sentence."""
