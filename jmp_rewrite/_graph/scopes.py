@@ -22,6 +22,7 @@ from jmp_rewrite._source import user_level
 
 REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
+_MARKS = "jmp_rewrite."  # what passes put in has one too
 # Scopes that JAX itself adds around recomputed code; no user wrote them.
 _RECOMPUTATION = "rematted_computation"
 _RECOMPUTED = frozenset({"checkpoint", _RECOMPUTATION})
@@ -68,7 +69,7 @@ def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
 
 
 def _is_mark(name: str) -> bool:
-    return name in (REWRITTEN, FULL_PRECISION)
+    return name.startswith(_MARKS)
 
 
 P = ParamSpec("P")
