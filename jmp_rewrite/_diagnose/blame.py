@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jmp_rewrite._diagnose.counts import UNKNOWN, Counts
-from jmp_rewrite._diagnose.lines import Line
+from jmp_rewrite._source import Line
 
 # A quotient, a logarithm or a power of what vanished is wrong because of what vanished.
 _UNDEFINED_AT_ZERO = frozenset({"div", "integer_pow", "log", "log2", "pow", "rsqrt"})

@@ -26,6 +26,7 @@ REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
 # The casts around a half-precision function; the number of the call follows.
 HALF_PRECISION = "jmp_rewrite.half_precision:"
+_MARKS = "jmp_rewrite."  # what passes put in has one too
 # Scopes that JAX itself adds around recomputed code; no user wrote them.
 _RECOMPUTATION = "rematted_computation"
 _RECOMPUTED = frozenset({"checkpoint", _RECOMPUTATION})
@@ -76,7 +77,7 @@ def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
 
 
 def _is_mark(name: str) -> bool:
-    return name in (REWRITTEN, FULL_PRECISION) or _call_of(name) >= 0
+    return name.startswith(_MARKS)
 
 
 def _call_of(name: str) -> int:

@@ -4,8 +4,8 @@ import pytest
 
 from jmp_rewrite._diagnose.blame import Finding, blame
 from jmp_rewrite._diagnose.counts import SPOILT, UNKNOWN, Counts
-from jmp_rewrite._diagnose.lines import Line
 from jmp_rewrite._diagnose.sentences import sentence
+from jmp_rewrite._source import Line
 
 
 def finding(index, error, appeared=0.0, reads=(), line=None, **fields):
