@@ -26,9 +26,16 @@ from jmp_rewrite._precision import (
 )
 from jmp_rewrite._precision.local import KERNEL_EDGES, Local
 from jmp_rewrite._precision.origins import leads_to_product, statistics
-from jmp_rewrite._precision.pins import EXACT, NO_PRODUCT, STATE, STATISTIC, Pins
+from jmp_rewrite._precision.pins import (
+    EXACT,
+    NO_PRODUCT,
+    STATE,
+    STATISTIC,
+    SUMMED,
+    Pins,
+)
 from jmp_rewrite._precision.products import exact_products
-from jmp_rewrite._precision.readers import offsets, read_sharply
+from jmp_rewrite._precision.readers import offsets, read_sharply, summed_gradients
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.table import Category
 
@@ -100,6 +107,9 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     ends = state | {n.index for n in graph.nodes if _is_number(n)}
     useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
     useful |= loops.cotangents_into_loops(graph, graph.predecessors(), state)
+    sums = summed_gradients(graph, made, useful)
+    cotangents = {n: sums[n] for n in sums.keys() - products}
+    _pin_all(pins, dict.fromkeys(cotangents, SUMMED), cotangents)
     pins.rounds_after = (pins.rounds_after & useful) - state
     _pin_the_rest(graph, pins, products, made, useful)
     pins.factors = _factors(graph, pins, products)
