@@ -8,7 +8,7 @@ from helpers import EPS, dtypes_in, dtypes_out, eqns, products, trace, walk
 from jax import lax
 from programs import weights
 
-from jmp_rewrite import explain, mixed_precision
+from jmp_rewrite import explain, mixed_precision, use_passes
 
 W = 8
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
@@ -212,7 +212,8 @@ def test_cotangents_that_a_returned_gradient_is_a_sum_of(policy):
         z = jnp.tanh(x @ w + b)
         return jnp.square(z - jnp.tanh(z @ w + b)).sum()
 
-    found = rewritten(jax.grad(loss, argnums=(0, 1)), w, b, policy=policy)
+    with use_passes("none"):
+        found = rewritten(jax.grad(loss, argnums=(0, 1)), w, b, policy=policy)
     widened = {
         e.outvars[0]
         for e in eqns(found, "convert_element_type")
