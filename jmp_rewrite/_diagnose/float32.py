@@ -23,7 +23,7 @@ _HALVES = ("bfloat16", "float16")
 # Titles of `_rules/table.py` under which an equation means its dtypes.
 _TYPED = ("opaque", "depends on the dtype", "draws random bits")
 # This library's own, which take any dtype.
-_OWN = frozenset({"feature_sum", "saturating_cast"})
+_OWN = frozenset({"saturating_cast"})
 
 
 def is_half(aval: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jmp_rewrite._passes.attention_feature_sums import attention_feature_sums
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._passes.cpu_products import cpu_products
 from jmp_rewrite._passes.cpu_shield import cpu_shield
@@ -38,6 +39,13 @@ PASSES: tuple[Pass, ...] = (
         "nothing",
         frozenset({"sharding_constraint"}),
         whole_steps_only=False,
+    ),
+    Pass(
+        "attention_feature_sums",
+        attention_feature_sums,
+        ("TPU",),
+        "rounding",
+        frozenset({"reduce_sum"}),
     ),
     Pass(
         "softmax_in_one_kernel",

@@ -10,7 +10,6 @@ import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._passes.attention import FeatureSum, sums_over_features
 from jmp_rewrite._passes.sums import NO_SUMS, sums_behind_loops
 from jmp_rewrite._passes.unstacked import Rest, computed_again_in_loops
 from jmp_rewrite._precision import origins
@@ -21,7 +20,7 @@ from jmp_rewrite._precision.cost import (
     reads_half,
     storage,
 )
-from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
+from jmp_rewrite._precision.pins import NO_PRODUCT, SCOPE, Pins, bare
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.attributes import COMPARES, PICKS
 from jmp_rewrite._rules.table import Category
@@ -84,8 +83,8 @@ class Plan:
         which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
+      asked: the nodes for which a scope of the policy asks for float32.
       rests: what is left of a scan's body, if that is not all of it.
-      feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
     """
 
     graph: Graph
@@ -94,10 +93,8 @@ class Plan:
     actions: list[int]
     shared: bool
     nested: Callable[[Any, Place], Plan]
+    asked: frozenset[int] = frozenset()
     rests: dict[Instance, Rest] = dataclasses.field(default_factory=dict)
-    feature_sums: dict[Instance, dict[int, FeatureSum]] = dataclasses.field(
-        default_factory=dict
-    )
 
     @property
     def rewrites(self) -> bool:
@@ -163,12 +160,11 @@ def make_plan(
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
-    if pins.whole_step and placement is cheapest:
-        halves = [_is_half(a) for a in actions]
     plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
+    asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
+    plan.asked = frozenset(asked)
     if pins.whole_step and placement is cheapest:
         plan.rests = _rests(graph, pins, actions)
-        plan.feature_sums = sums_over_features(graph, pins, halves)
     return plan
 
 

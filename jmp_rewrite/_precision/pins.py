@@ -51,6 +51,7 @@ _HALVES = ("bfloat16", "float16")
 
 REWRITTEN = "full: an inner mixed_precision has decided"
 FULL_PRECISION = "full: inside full_precision"
+SCOPE = "full: the scope"
 SCALAR = "full: a 0-d value"
 STATE = "full: state: updated in its own shape"
 NO_PRODUCT = "full: no matrix product depends on it (optimizer, metrics, outputs)"
@@ -464,7 +465,7 @@ class _Local:
         scope = self._overrides.get(node.index) or self._scope(node.place.path)
         if scope:
             if scope[1] == "float32":
-                return category, f"full: the scope {scope[0]!r} is float32"
+                return category, f"{SCOPE} {scope[0]!r} is float32"
             forced.add(node.index)
             by_rule, category = False, self._default(node)
         covered = node.index in forced
