@@ -109,13 +109,11 @@ class Emitter:
     def _evaluate(
         self, instance: Instance, cells: Sequence[Cell], rest: Rest
     ) -> list[Cell]:
-        """Emits what is left of it, and returns what is stacked at the end."""
+        """Emits what is left of it."""
         body = _compat.open_jaxpr(instance.jaxpr)
         env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
-        own = [i for i in enumerate(body.eqns) if i[0] not in rest.sums.equations]
-        self.equations(instance, own, env)
-        outvars = (*rest.kept(body.outvars), *rest.sums.stacks)
-        return [cell_of(env, v) for v in outvars]
+        self.equations(instance, enumerate(body.eqns), env)
+        return [cell_of(env, v) for v in rest.kept(body.outvars)]
 
     def equations(
         self, instance: Instance, eqns: Iterable[tuple[int, Any]], env: dict[Any, Cell]
@@ -285,8 +283,7 @@ class Emitter:
           joints: the carries, stacks or joins that the results have to agree with;
             None for a result that is no float32, or that nothing is to agree with.
           halves: (parameter, type) of half copies that are passed in front.
-          rest: what is left of it; what is stacked for products behind the loop is
-            returned at the end, in half.
+          rest: what is left of it.
         """
         dtypes = tuple(getattr(v, "dtype", None) for v in values)
         positions = tuple(p for p, _ in halves)
@@ -323,13 +320,10 @@ class Emitter:
             results = self._evaluate(instance, consts + cells, rest)
             if joints is None:
                 return [c.value for c in results]
-            stacked = results[len(outvars) :]
-            own = zip(results[: len(outvars)], joints, outvars, strict=True)
-            returned = [
+            return [
                 c.value if node is None else self.to_joint(c, node, v.aval)
-                for c, node, v in own
+                for c, node, v in zip(results, joints, outvars, strict=True)
             ]
-            return returned + [self.read_half(c) for c in stacked]
 
         return body
 

@@ -23,8 +23,16 @@ from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
+from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
 
 PASSES: tuple[Pass, ...] = (
+    Pass(
+        "sums_behind_loops",
+        sums_behind_loops,
+        ("all",),
+        "order of sums",
+        frozenset({"scan"}),
+    ),
     Pass(
         "split_before_reshape",
         split_before_reshape,

@@ -10,7 +10,6 @@ import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._passes.sums import NO_SUMS, sums_behind_loops
 from jmp_rewrite._passes.unstacked import Rest, computed_again_in_loops
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
@@ -170,22 +169,12 @@ def make_plan(
 
 def _rests(graph: Graph, pins: Pins, actions: Sequence[int]) -> dict[Instance, Rest]:
     """Returns what is left of the bodies of scans."""
-    sums = sums_behind_loops(graph, pins, [_is_half(a) for a in actions])
     halves = [bool(a & Action.HALF) for a in actions]
-    again = computed_again_in_loops(graph, pins, halves, sums)
+    again = computed_again_in_loops(graph, pins, halves)
     return {
-        body: Rest(
-            sums.get(body, NO_SUMS),
-            again.left_out.get(body, {}),
-            again.computed.get(body, {}),
-        )
-        for body in {*sums, *again.left_out, *again.computed}
+        body: Rest(again.left_out.get(body, {}), again.computed.get(body, {}))
+        for body in {*again.left_out, *again.computed}
     }
-
-
-def _is_half(action: int) -> bool:
-    """Tells whether a node that is emitted so has half results."""
-    return bool(action & Action.HALF) and not action & Action.EMITS_FULL
 
 
 def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
