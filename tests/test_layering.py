@@ -36,7 +36,7 @@ ROOMS = (
     "__main__",
 )
 # Remedies for single compilers still stand in the plan.
-EXCEPTIONS = {("_precision", "_passes"), ("_passes", "_emit")}
+EXCEPTIONS = {("_precision", "_passes")}
 # Loss scaling knows nothing of the rewrite, nor the rewrite of it.
 REWRITE = {"_graph", "_precision", "_passes", "_emit", "_transform", "_arguments"}
 

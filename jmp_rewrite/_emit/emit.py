@@ -18,8 +18,8 @@ from jmp_rewrite._emit.demand import AS_HALF, Demand
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._emit.products import float32_result
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
+from jmp_rewrite._graph.scopes import FULL_PRECISION
 from jmp_rewrite._passes import on_device
-from jmp_rewrite._passes.attention import FeatureSum
 from jmp_rewrite._passes.unstacked import Chain, Rest
 from jmp_rewrite._precision.decide import Action, Plan
 from jmp_rewrite._rules.table import Category
@@ -109,13 +109,11 @@ class Emitter:
     def _evaluate(
         self, instance: Instance, cells: Sequence[Cell], rest: Rest
     ) -> list[Cell]:
-        """Emits what is left of it, and returns what is stacked at the end."""
+        """Emits what is left of it."""
         body = _compat.open_jaxpr(instance.jaxpr)
         env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
-        own = [i for i in enumerate(body.eqns) if i[0] not in rest.sums.equations]
-        self.equations(instance, own, env)
-        outvars = (*rest.kept(body.outvars), *rest.sums.stacks)
-        return [cell_of(env, v) for v in outvars]
+        self.equations(instance, enumerate(body.eqns), env)
+        return [cell_of(env, v) for v in rest.kept(body.outvars)]
 
     def equations(
         self, instance: Instance, eqns: Iterable[tuple[int, Any]], env: dict[Any, Cell]
@@ -124,7 +122,11 @@ class Emitter:
         outer = _compat.current_name_stack()
         for index, eqn in eqns:
             with _compat.user_context(eqn, outer), eqn.ctx.manager:
-                outs = self._equation(instance, index, eqn, env)
+                if instance.nodes[index] in self.plan.asked:
+                    with jax.named_scope(FULL_PRECISION):
+                        outs = self._equation(instance, index, eqn, env)
+                else:
+                    outs = self._equation(instance, index, eqn, env)
             env.update(zip(eqn.outvars, outs, strict=True))
 
     def _equation(
@@ -146,16 +148,6 @@ class Emitter:
             env = {operand: env[instead]}
         if index in instance.partial:
             eqn, env = _of_partial(eqn, instance.partial[index], env)
-        cells = self._emit(entry, action, eqn, env)
-        if index in self.plan.feature_sums.get(instance, ()):
-            how = self.plan.feature_sums[instance][index]
-            cells = [self._over_features(cells[0], how, env)]
-        return cells
-
-    def _emit(
-        self, entry: int | None, action: int, eqn: Any, env: dict[Any, Cell]
-    ) -> list[Cell]:
-        """Emits an equation of its own."""
         if entry is None or not action & Action.HALF:
             return self._as_it_was(eqn, env)
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
@@ -165,15 +157,6 @@ class Emitter:
             return self._wide(eqn, action, env)
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, action, env, literals)
-
-    def _over_features(self, cell: Cell, how: FeatureSum, env: dict[Any, Cell]) -> Cell:
-        """Returns a sum as a TPU takes it."""
-        read = {how.cotangent, how.output, *how.factors}
-        if cell.value.dtype != FLOAT32 or not read <= env.keys():
-            return cell  # behind a loop
-        do, o = (self.read_half(env[v]) for v in (how.cotangent, how.output))
-        factors = [self.read_full(env[v], v.aval) for v in how.factors]
-        return Cell(on_device.feature_sum(cell.value, do, o, factors, how.layout))
 
     def _as_it_was(self, eqn: Any, env: dict[Any, Cell]) -> list[Cell]:
         values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
@@ -300,8 +283,7 @@ class Emitter:
           joints: the carries, stacks or joins that the results have to agree with;
             None for a result that is no float32, or that nothing is to agree with.
           halves: (parameter, type) of half copies that are passed in front.
-          rest: what is left of it; what is stacked for products behind the loop is
-            returned at the end, in half.
+          rest: what is left of it.
         """
         dtypes = tuple(getattr(v, "dtype", None) for v in values)
         positions = tuple(p for p, _ in halves)
@@ -338,13 +320,10 @@ class Emitter:
             results = self._evaluate(instance, consts + cells, rest)
             if joints is None:
                 return [c.value for c in results]
-            stacked = results[len(outvars) :]
-            own = zip(results[: len(outvars)], joints, outvars, strict=True)
-            returned = [
+            return [
                 c.value if node is None else self.to_joint(c, node, v.aval)
-                for c, node, v in own
+                for c, node, v in zip(results, joints, outvars, strict=True)
             ]
-            return returned + [self.read_half(c) for c in stacked]
 
         return body
 
@@ -365,8 +344,7 @@ class Emitter:
                 for i in instance.inner.values()
             )
             instead = tuple(instance.instead.items())
-            over = tuple(self.plan.feature_sums.get(instance, ()))
-            key = (id(instance.jaxpr), actions, inner, instead, over)
+            key = (id(instance.jaxpr), actions, inner, instead)
             # Numbers nest where tuples would be hashed to their full depth each time.
             self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]

@@ -17,7 +17,6 @@ from jmp_rewrite._emit.demand import AS_FULL, AS_HALF
 from jmp_rewrite._emit.derivatives import custom_jvp, custom_vjp, custom_vmap
 from jmp_rewrite._emit.emit import WHOLE, Cell, Emitter, Handler
 from jmp_rewrite._graph.nodes import FLOAT32, Inner
-from jmp_rewrite._passes.emit_sums import behind
 from jmp_rewrite._rules.held import CALLS
 
 # Calls that leave nothing behind but their equations.
@@ -75,9 +74,6 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
     values: list[Any] = []
     halves: list[tuple[int, Any]] = []
     for i, (cell, demand) in enumerate(zip(cells, demands, strict=True)):
-        if i - num_consts in rest.sums.carries:
-            values.append(None)
-            continue
         if cell.base is not None:  # it is computed again
             given = rest.computed[i].base == i
             values.append(cell.base.value if given else None)
@@ -103,14 +99,12 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         rest,
     )
     params = _compat.scan_params(
-        eqn.params, closed, num_consts + len(halves), num_carry - len(rest.sums.carries)
+        eqn.params, closed, num_consts + len(halves), num_carry
     )
     passed = [*(x for _, x in halves), *(v for v in values if v is not None)]
     outs = (Cell(x) for x in _compat.bind(eqn, passed, params))
     count = len(eqn.outvars)
     results = {i: next(outs) for i in rest.kept(range(count))}
-    if rest.sums.equations:
-        results.update(behind(e, inner, rest.sums, cells, list(outs)))
     for i, chain in rest.left_out.items():
         results[i] = Cell(None)
         results[i].base = results[chain.base]

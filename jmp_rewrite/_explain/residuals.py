@@ -10,15 +10,12 @@ import jax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._precision.cost import ENDS_KERNEL
-from jmp_rewrite._rules import attributes
-from jmp_rewrite._rules.attributes import COSTLY
+from jmp_rewrite._rules.attributes import COSTLY, VIEWS
 from jmp_rewrite._rules.held import CALLS, held_jaxprs
 from jmp_rewrite._rules.table import PRODUCTS
 
 HALVES = frozenset({"bfloat16", "float16"})
 
-# The same holds of a sum over features.
-VIEWS = attributes.VIEWS | {"feature_sum"}
 # What is made of arguments by these alone is their copy, and no activation.
 CASTS = frozenset({"convert_element_type", "saturating_cast"})
 _COPIES = VIEWS | {
@@ -114,7 +111,7 @@ class Residuals(NamedTuple):
 def operands(eqn: Any) -> list[Any]:
     """Returns the variables that an equation reads, where they are stored."""
     values = [v for v in eqn.invars if not hasattr(v, "val")]
-    if eqn.primitive.name in ("feature_sum", "restore"):
+    if eqn.primitive.name == "restore":
         values = values[:1]  # what is stored is the rounded value
     if eqn.primitive.name == "by_device":
         values = values[: eqn.params["results"]]

@@ -256,7 +256,6 @@ def _without_float32(eqn: Any) -> Verdict:
 
 # Why the emitter puts a primitive in. What passes put in is told by its name scope.
 _INSERTED = {
-    "feature_sum": "a TPU takes an attention's sum over its features",
     "optimization_barrier": "keeps a compiler from seeing what it was made of",
     "restore": "some devices compute it again, others read it",
 }

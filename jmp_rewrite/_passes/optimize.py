@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jmp_rewrite._passes.attention_feature_sums import attention_feature_sums
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._passes.cpu_products import cpu_products
 from jmp_rewrite._passes.cpu_shield import cpu_shield
@@ -23,8 +24,16 @@ from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
+from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
 
 PASSES: tuple[Pass, ...] = (
+    Pass(
+        "sums_behind_loops",
+        sums_behind_loops,
+        ("all",),
+        "order of sums",
+        frozenset({"scan"}),
+    ),
     Pass(
         "split_before_reshape",
         split_before_reshape,
@@ -46,6 +55,13 @@ PASSES: tuple[Pass, ...] = (
         ("all",),
         "nothing",
         frozenset({"scatter", "scatter-add"}),
+    ),
+    Pass(
+        "attention_feature_sums",
+        attention_feature_sums,
+        ("TPU",),
+        "rounding",
+        frozenset({"reduce_sum"}),
     ),
     Pass(
         "softmax_in_one_kernel",

@@ -11,8 +11,6 @@ import numpy as np
 from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
 from jmp_rewrite._graph.region import Region
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._passes.attention import FeatureSum, sums_over_features
-from jmp_rewrite._passes.sums import NO_SUMS, sums_behind_loops
 from jmp_rewrite._passes.unstacked import Rest, computed_again_in_loops
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
@@ -22,6 +20,7 @@ from jmp_rewrite._precision.cost import (
     reads_half,
     storage,
 )
+from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.attributes import COMPARES, PICKS
@@ -85,8 +84,8 @@ class Plan:
         which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
+      asked: the nodes for which a scope of the policy asks for float32.
       rests: what is left of a scan's body, if that is not all of it.
-      feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
       region: what it was traced as; None if nobody said.
     """
 
@@ -96,10 +95,8 @@ class Plan:
     actions: list[int]
     shared: bool
     nested: Callable[[Any, Place], Plan]
+    asked: frozenset[int] = frozenset()
     rests: dict[Instance, Rest] = dataclasses.field(default_factory=dict)
-    feature_sums: dict[Instance, dict[int, FeatureSum]] = dataclasses.field(
-        default_factory=dict
-    )
     region: Region | None = None
 
     @property
@@ -168,33 +165,22 @@ def make_plan(
     for node in pins.reduced:
         labels[node] = True
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
-    if pins.whole_step and placement is cheapest:
-        halves = [_is_half(a) for a in actions]
     plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
+    asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
+    plan.asked = frozenset(asked)
     if pins.whole_step and placement is cheapest:
         plan.rests = _rests(graph, pins, actions)
-        plan.feature_sums = sums_over_features(graph, pins, halves)
     return plan
 
 
 def _rests(graph: Graph, pins: Pins, actions: Sequence[int]) -> dict[Instance, Rest]:
     """Returns what is left of the bodies of scans."""
-    sums = sums_behind_loops(graph, pins, [_is_half(a) for a in actions])
     halves = [bool(a & Action.HALF) for a in actions]
-    again = computed_again_in_loops(graph, pins, halves, sums)
+    again = computed_again_in_loops(graph, pins, halves)
     return {
-        body: Rest(
-            sums.get(body, NO_SUMS),
-            again.left_out.get(body, {}),
-            again.computed.get(body, {}),
-        )
-        for body in {*sums, *again.left_out, *again.computed}
+        body: Rest(again.left_out.get(body, {}), again.computed.get(body, {}))
+        for body in {*again.left_out, *again.computed}
     }
-
-
-def _is_half(action: int) -> bool:
-    """Tells whether a node that is emitted so has half results."""
-    return bool(action & Action.HALF) and not action & Action.EMITS_FULL
 
 
 def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:

@@ -15,7 +15,6 @@ from jax import lax
 from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
-from jmp_rewrite._passes import sums as _sums
 
 T, B, D, H = 12, 4, 8, 16  # iterations, rows, features, hidden units
 POLICIES = sorted(HALF)
@@ -104,12 +103,11 @@ def summed_in_loops(step, *args, policy="mixed_bfloat16"):
 
 
 @pytest.fixture
-def in_loops(monkeypatch):
+def in_loops():
     """Runs a program with its sums where they were: in the loops."""
 
     def run(fun, *args):
-        with monkeypatch.context() as patched:
-            patched.setattr(_sums._Body, "is_full_product", lambda self, index: False)
+        with use_passes("-sums_behind_loops"):
             return fun(*args)
 
     return run
