@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from models.common import Workload, at_least_float32
 
-BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 8, 512, 512, 3, 8192
+BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 8, 512, 512, 2, 8192
 
 
 def tokens(key: Any) -> Any:

@@ -33,11 +33,13 @@ from jmp_rewrite._emit import program
 from jmp_rewrite._emit.emit import Emitter
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._graph import build, nodes
+from jmp_rewrite._graph.equal import computed_once
 from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import decide as _plan
 from jmp_rewrite._precision import parameters as _parameters
 from jmp_rewrite._precision import pins as _pin
+from jmp_rewrite._precision.whole_step import is_whole_step
 from jmp_rewrite._rules.table import Category
 from jmp_rewrite._source import user_level
 from jmp_rewrite._spelling import DTypeLike, PolicyName
@@ -423,7 +425,12 @@ def _decide(
 
     # bfloat16 has float32's range: it rounds no positive number to 0.
     by_sign = policy.compute_dtype != np.float16
-    graph = build.build(closed, is_opaque, place, bool(policy.scopes), by_sign)
+    by_path = bool(policy.scopes)
+    graph = build.build(closed, is_opaque, place, by_path, by_sign)
+    if not differentiated and is_whole_step(graph):
+        merged = computed_once(closed, by_path)
+        if merged is not closed:
+            graph = build.build(merged, is_opaque, place, by_path, by_sign)
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
     pins = _pin.pin(graph, policy, overrides, differentiated)
     _log_opaque(_pin.left_alone(graph, pins))
