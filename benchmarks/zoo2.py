@@ -31,6 +31,7 @@ import jmp_rewrite as jmpr
 FIRST = {
     "decoder": zoo2_language.decoder,
     "experts": zoo2_language.experts,
+    "dispatch": zoo2_language.dispatch,
     "state_space": zoo2_language.state_space,
     "gan": zoo2_vision.Gan,
     "byol": zoo2_vision.byol,
