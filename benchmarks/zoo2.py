@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import modes
 import results
 import zoo2_language
+import zoo2_science
+import zoo2_vision
 from compare import print_rows
 
 import jmp_rewrite as jmpr
@@ -29,7 +31,11 @@ import jmp_rewrite as jmpr
 FIRST = {
     "decoder": zoo2_language.decoder,
     "experts": zoo2_language.experts,
+    "dispatch": zoo2_language.dispatch,
     "state_space": zoo2_language.state_space,
+    "gan": zoo2_vision.Gan,
+    "byol": zoo2_vision.byol,
+    "potential": zoo2_science.potential,
 }
 SECOND: dict[str, Callable[[Any], Any]] = {}
 PROGRAMS = FIRST | SECOND

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from models.common import Workload, at_least_float32
 
-BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 8, 512, 512, 3, 8192
+BATCH, LENGTH, WIDTH, LAYERS, VOCABULARY = 8, 512, 512, 2, 8192
 
 
 def tokens(key: Any) -> Any:
@@ -160,10 +160,40 @@ class Experts(nn.Module):
         return out.reshape(x.shape), balance
 
 
+class DispatchedExperts(nn.Module):
+    """One of eight experts a token, of limited capacity: dense dispatch."""
+
+    dtype: Any
+    experts: int = 8
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        groups, length, width = x.shape
+        capacity = 2 * length // self.experts
+        logits = nn.Dense(self.experts, use_bias=False, dtype=jnp.float32)(
+            x.astype(jnp.float32)
+        )
+        probabilities = jax.nn.softmax(logits)
+        expert = jax.nn.one_hot(probabilities.argmax(-1), self.experts)
+        place = jnp.cumsum(expert, axis=1) * expert - 1
+        slot = jax.nn.one_hot(place.astype(jnp.int32), capacity, dtype=self.dtype)
+        gate = (probabilities * expert).astype(self.dtype)
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        up = self.param("up", init, (self.experts, width, 4 * width))
+        down = self.param("down", init, (self.experts, 4 * width, width))
+        sent = jnp.einsum("gtec,gtd->egcd", slot, x)
+        hidden = nn.gelu(jnp.einsum("egcd,edf->egcf", sent, up.astype(self.dtype)))
+        back = jnp.einsum("egcf,efd->egcd", hidden, down.astype(self.dtype))
+        out = jnp.einsum("gtec,gte,egcd->gtd", slot, gate, back)
+        balance = expert.mean((0, 1)) * probabilities.mean((0, 1))
+        return out, self.experts * balance.sum()
+
+
 class MixtureDecoder(nn.Module):
     """A decoder whose second layer of each block is routed."""
 
     dtype: Any
+    routed: type[nn.Module]
 
     @nn.compact
     def __call__(self, ids: Any) -> Any:
@@ -173,7 +203,8 @@ class MixtureDecoder(nn.Module):
         for _ in range(2):
             h = nn.LayerNorm(dtype=self.dtype)(x)
             x = x + nn.SelfAttention(8, dtype=self.dtype)(h, mask)
-            out, balance = Experts(self.dtype)(nn.LayerNorm(dtype=self.dtype)(x))
+            h = nn.LayerNorm(dtype=self.dtype)(x)
+            out, balance = self.routed(self.dtype)(h)
             x, losses = x + out, losses + balance
         x = nn.LayerNorm(dtype=self.dtype)(x)
         return nn.Dense(VOCABULARY, use_bias=False, dtype=self.dtype)(x), losses
@@ -181,7 +212,13 @@ class MixtureDecoder(nn.Module):
 
 def experts(dtype: Any) -> Workload:
     """Routed experts by sorting and `ragged_dot`, with a loss that balances them."""
-    return language_model(MixtureDecoder(dtype), optax.adamw(3e-4), 0.01)
+    return language_model(MixtureDecoder(dtype, Experts), optax.adamw(3e-4), 0.01)
+
+
+def dispatch(dtype: Any) -> Workload:
+    """Routed experts by dense dispatch to slots of limited capacity."""
+    model = MixtureDecoder(dtype, DispatchedExperts)
+    return language_model(model, optax.adamw(3e-4), 0.01)
 
 
 # ---- a state-space model

@@ -34,6 +34,7 @@ from jmp_rewrite._emit import program
 from jmp_rewrite._emit.emit import Emitter
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._graph import build, nodes, region
+from jmp_rewrite._graph.equal import computed_once
 from jmp_rewrite._graph.half import has_half_precision
 from jmp_rewrite._graph.region import FLOAT32, Region
 from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
@@ -41,6 +42,7 @@ from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import decide as _plan
 from jmp_rewrite._precision import parameters as _parameters
 from jmp_rewrite._precision import pinning as _pin
+from jmp_rewrite._precision.whole_step import is_whole_step
 from jmp_rewrite._rules.table import Category
 from jmp_rewrite._source import user_level
 from jmp_rewrite._spelling import DTypeLike, PolicyName
@@ -478,9 +480,17 @@ def _decide(
 
     # bfloat16 has float32's range: it rounds no positive number to 0.
     by_sign = policy.compute_dtype != np.float16
-    graph = build.build(
-        closed, is_opaque, place, bool(policy.scopes), by_sign, policy.compute_dtype
-    )
+    by_path = bool(policy.scopes)
+
+    def graph_of(closed: Any) -> nodes.Graph:
+        dtype = policy.compute_dtype
+        return build.build(closed, is_opaque, place, by_path, by_sign, dtype)
+
+    graph = graph_of(closed)
+    if not differentiated and is_whole_step(graph):
+        merged = computed_once(closed, by_path)
+        if merged is not closed:
+            graph = graph_of(merged)
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
     pins = _pin.pin(graph, policy, overrides, differentiated)
     _log_opaque(_pin.left_alone(graph, pins))

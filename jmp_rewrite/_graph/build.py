@@ -109,7 +109,7 @@ class Builder:
         self._is_opaque = is_opaque
         self._by_path = by_path
         self._by_sign = by_sign
-        self._often = _shared_jaxprs(closed)
+        self._often = shared_jaxprs(closed)
         self._bits: dict[Any, int] = {}
         self._kernels = Kernels(self.nodes, half)
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
@@ -422,7 +422,7 @@ def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:
     return -value.constant if eqn.primitive.name == "neg" else value.constant
 
 
-def _shared_jaxprs(closed: Any) -> set[int]:
+def shared_jaxprs(closed: Any) -> set[int]:
     """Returns the jaxprs that are analysed once for all their uses.
 
     Every use has its own nodes, so that one use cannot decide for another, unless the
