@@ -226,15 +226,14 @@ def _is_amplifier(finding: Finding) -> bool:
     counts = finding.counts
     if counts is None or counts.nonfinite or finding.kind != "equation":
         return False
-    if finding.is_half and finding.primitive in PRODUCTS:
-        return False  # it has its operands rounded
     return counts.introduced < _MOSTLY * counts.appeared
 
 
 def rounded_before(finding: Finding, findings: Sequence[Finding]) -> Finding | None:
     """Returns what has rounded the value that brings most error to a finding.
 
-    What only hands the error on, a quotient by a temperature for example, is passed.
+    What only hands the error on, a quotient by a temperature for example, is passed. A
+    product has had its operands rounded, whatever it adds itself.
     """
     at, seen = finding, {finding.index}
     while True:

@@ -20,7 +20,7 @@ from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._diagnose.progress import stage
-from jmp_rewrite._diagnose.results import Reference
+from jmp_rewrite._diagnose.results import Reference, is_finite
 from jmp_rewrite._loss_scaling.state import find_states
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
@@ -199,6 +199,7 @@ def _diagnosis(
         tolerance=tolerance,
         spoilt=_first_spoilt(findings, spoilt),
         is_spoilt=bool(spoilt),
+        spoilt_arguments=_spoilt_arguments(traced.arrays, paths),
         gradients=magnitudes,
         loss_scale=_loss_scale(traced.arguments),
         in_order=findings,
@@ -229,6 +230,16 @@ def _first_spoilt(
                 seen.add(source)
                 stack.append(source)
     return findings[min(seen)] if seen else None
+
+
+def _spoilt_arguments(arrays: Sequence[Any], paths: Sequence[str | None]) -> list[str]:
+    """Returns the paths of the arguments that hold Inf or NaN."""
+    names = [
+        "optimizer state" if path is None else path or f"argument {number}"
+        for number, path in enumerate(paths)
+    ]
+    spoilt = [n for n, x in zip(names, arrays, strict=True) if not is_finite(x)]
+    return list(dict.fromkeys(spoilt))
 
 
 def _loss_scale(arguments: Any) -> float | None:

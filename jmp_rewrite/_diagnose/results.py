@@ -53,7 +53,7 @@ class Reference:
         """
         self.values = [_array(x) for x in values]
         self.is_noise = [False] * len(self.values)
-        self.is_spoilt = [not bool(_is_finite(x)) for x in self.values]
+        self.is_spoilt = [not is_finite(x) for x in self.values]
         self._arguments = arguments
         self._start = _starts(self.values, arguments)
         self._gradients = gradients or [None] * len(values)
@@ -104,10 +104,13 @@ def _array(x: Any) -> Any:
     return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
+def is_finite(x: Any) -> bool:
+    """Whether nothing in an array is Inf or NaN."""
+    return bool(_is_finite(x)) if jnp.issubdtype(x.dtype, np.inexact) else True
+
+
 @jax.jit
 def _is_finite(x: Any) -> Any:
-    if not jnp.issubdtype(x.dtype, np.inexact):
-        return jnp.bool_(True)
     return jnp.isfinite(x).all()
 
 

@@ -28,7 +28,7 @@ def sentence(finding: Finding, findings: Sequence[Finding]) -> str:
         return "both programs compute the same"
     if finding.kind == "branches":
         return "the programs took different branches, or left the loop at other times"
-    what = subject(finding)
+    what = _subject(finding, findings)
     if finding.overflowed:
         return f"{what}: {_overflow(finding, counts)}"
     if counts.underflowed >= _MANY * counts.size:
@@ -58,13 +58,16 @@ def sentence(finding: Finding, findings: Sequence[Finding]) -> str:
     return f"{what}: hands an error of {finding.error:.2%} on"
 
 
-def subject(finding: Finding) -> str:
+def _subject(finding: Finding, findings: Sequence[Finding]) -> str:
     """Returns what a finding is about: an equation, or a cast of its result."""
     if finding.kind != "cast":
         return finding.primitive
+    origin = findings[finding.of] if finding.of >= 0 else finding
+    what = origin.primitive if origin.kind == "argument" else finding.primitive
+    what = f"{what}, rounded for {finding.reader}"
     if finding.reader_line == finding.line:
-        return f"{finding.primitive}, rounded for {finding.reader}"
-    return f"{finding.primitive}, rounded for {finding.reader} at {finding.reader_line}"
+        return what
+    return f"{what} at {finding.reader_line}"
 
 
 def _overflow(finding: Finding, counts: Counts) -> str:

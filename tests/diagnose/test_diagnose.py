@@ -100,6 +100,25 @@ def test_what_is_not_finite_in_float32_either(monkeypatch):
     assert str(diagnosis).count("in float32 as well") == 1
 
 
+def test_the_first_line_that_is_not_finite():
+    """Of the batch that gave Inf; with the state after it, that this is what is bad."""
+    tx = optax.adam(1e-3)
+
+    def step(w, state, x):
+        loss, gradient = jax.value_and_grad(lambda w: overflows(x, w).mean())(w)
+        updates, state = tx.update(gradient, state, w)
+        return optax.apply_updates(w, updates), state, loss
+
+    before = ARGS[1], tx.init(ARGS[1])
+    diagnosed = diagnose(step, "mixed_float16")
+    diagnosis = diagnosed(*before, ARGS[0])
+    assert diagnosis.first_nonfinite.scope == diagnosis.worst.scope == "second"
+    assert diagnosis.worst.line == diagnosis.first_nonfinite.line
+    after = mixed_precision(step, "mixed_float16")(*before, ARGS[0])[:2]
+    told = " ".join(str(diagnosed(*after, ARGS[0])).split())
+    assert "among the arguments some are so already (argument 0, " in told
+
+
 def test_a_decorated_step_is_taken_as_it_is():
     """With its own policy, under `jit`, and it gives none of its arguments away."""
     decorated = mixed_precision(overflows, "mixed_float16")
@@ -170,6 +189,16 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
     with pytest.raises(ImportError, match=r"pip install 'jmp_rewrite\[report\]'"):
         diagnosis.plot()
+
+
+def test_an_argument_that_overflows_is_named():
+    big = 30 * ARGS[0]
+    for _ in range(2):
+        big = 30 * big
+    batch = {"big": big}
+    fun = diagnose(lambda batch, w: batch["big"] @ w, "mixed_float16")
+    diagnosis = fun(batch, ARGS[1])
+    assert diagnosis.why(diagnosis.worst).startswith("big, rounded for dot_general")
 
 
 def test_shapes_in_place_of_arrays():
