@@ -24,9 +24,11 @@ class Pair:
         rounded yet.
       error: f32[], how far the two are apart.
       row: index of the row that made it; -1 for constants.
+      gradient: the shadow of the gradient that it is made of element by element, behind
+        the backward pass; None if there is none.
     """
 
-    __slots__ = ("error", "row", "shadow", "value")
+    __slots__ = ("error", "gradient", "row", "shadow", "value")
 
     def __init__(
         self, value: Any, shadow: Any, error: Any = ZERO, row: int = -1
@@ -35,6 +37,7 @@ class Pair:
         self.shadow = shadow
         self.error = error
         self.row = row
+        self.gradient: Any = None
 
     @classmethod
     def same(cls, value: Any, row: int = -1) -> Pair:

@@ -170,10 +170,24 @@ class Shadow:
             self._current = step.eqn
             with step.eqn.ctx.manager:
                 outs = self._run(step, operands, body)
+            self._note_gradients(operands, outs)
             env.update(zip((step.rounding or step.eqn).outvars, outs, strict=True))
             for var in step.dead:
                 env.pop(var, None)
         return [_read(env, v) for v in body.outvars]
+
+    def _note_gradients(self, operands: list[Pair], outs: list[Pair]) -> None:
+        """Notes of which gradient each result is made, element by element."""
+        if not outs or self._is_backward(outs[0]):
+            return
+        for pair in operands:
+            own = pair.shadow if self._is_backward(pair) else pair.gradient
+            for out in outs if own is not None else ():
+                if out.gradient is None and own.shape == out.shadow.shape != ():
+                    out.gradient = own
+
+    def _is_backward(self, pair: Pair) -> bool:
+        return pair.row >= 0 and self.rows[pair.row].place.backward
 
     def _body(self, jaxpr: Any) -> Body:
         if id(jaxpr) not in self._bodies:
