@@ -87,8 +87,8 @@ def for_inference(
       >>> import jax, jax.numpy as jnp
       >>> import jmp_rewrite as jmpr
       >>> def apply(params, x):
-      ...     return x @ params["w"] * params["scale"]
-      >>> params = {"w": jnp.ones((4, 4)), "scale": jnp.ones(4)}
+      ...     return (x * params["scale"]) @ params["w"]
+      >>> params = {"w": jnp.ones((4, 4)), "scale": jnp.ones((1, 4))}
       >>> serve = jmpr.for_inference(apply, "mixed_bfloat16")
       >>> params, x = serve.store(params, jnp.ones((2, 4)))
       >>> str(params["w"].dtype), str(params["scale"].dtype)
