@@ -33,6 +33,7 @@ from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._emit import program
 from jmp_rewrite._emit.emit import Emitter
 from jmp_rewrite._emit.later import Later
+from jmp_rewrite._emit.store import store
 from jmp_rewrite._graph import build, nodes, region
 from jmp_rewrite._graph.equal import computed_once
 from jmp_rewrite._graph.half import has_half_precision
@@ -286,7 +287,7 @@ def trace_call(
       kwargs: arguments by name.
       policy: what will rewrite the program; None if nothing will.
     """
-    return _trace_for(policy, fun, *hide((args, kwargs)))
+    return trace_for(policy, fun, *hide((args, kwargs)))
 
 
 def _is_policy(given: Any) -> bool:
@@ -319,7 +320,7 @@ _TRACED = (
 )
 
 
-def _trace_for(
+def trace_for(
     policy: Policy | None, fun: Callable[..., Any], args: Any, kwargs: Any
 ) -> Traced:
     """Traces a function that a policy will rewrite.
@@ -399,7 +400,7 @@ def trace_types(
     arguments = (args, kwargs) if hide_static is None else hide_static(args, kwargs)
     with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, _):
         given = show_types(hide((pure_args, pure_kwargs)))
-        return _trace_for(policy, pure, *given)
+        return trace_for(policy, pure, *given)
 
 
 def decide_quietly(
@@ -528,12 +529,39 @@ def optimized(
       A closed jaxpr of the program's constants and arguments, and what was done.
     """
     choice = _passes.current() if choice is None else choice
+    explicit = emitted(plan, choice, emitter_type)
+    if emitter_type is Emitter and _cannot_be_differentiated(plan, explicit):
+        explicit = store(explicit, plan.half).closed
+    return finished(plan, explicit, choice)
+
+
+def emitted(
+    plan: _plan.Plan,
+    choice: _passes.Choice | None = None,
+    emitter_type: type[Emitter] = Emitter,
+) -> Any:
+    """Emits a program with explicit casts, before any pass; see `optimized`."""
+    choice = _passes.current() if choice is None else choice
     again = functools.partial(run, choice=choice, emitter_type=emitter_type)
     later = Later(again, functools.partial(_finish, plan.half, choice))
-    explicit = _passes.Program(
-        program.emit(plan, later, emitter_type), plan.half, plan.pins.whole_step
-    )
+    return program.emit(plan, later, emitter_type)
+
+
+def finished(
+    plan: _plan.Plan, explicit: Any, choice: _passes.Choice | None = None
+) -> _passes.Optimized:
+    """Runs the passes over a program with explicit casts; see `optimized`."""
+    choice = _passes.current() if choice is None else choice
+    explicit = _passes.Program(explicit, plan.half, plan.pins.whole_step)
     return _passes.optimize(explicit, choice.passes, choice.device)
+
+
+def _cannot_be_differentiated(plan: _plan.Plan, explicit: Any) -> bool:
+    """Whether a program of loops returns no number that has a derivative."""
+    dtypes = (getattr(a, "dtype", np.dtype(bool)) for a in explicit.out_avals)
+    return bool(plan.graph.loops) and not any(
+        jnp.issubdtype(d, jnp.inexact) for d in dtypes
+    )
 
 
 def _finish(

@@ -26,6 +26,7 @@ ROOMS = (
     "_keras",
     "_arguments",
     "_transform",
+    "_inference",
     "_loss_scaling",
     "_train",
     "_cost",
@@ -38,7 +39,15 @@ ROOMS = (
 # Remedies for single compilers still stand in the plan.
 EXCEPTIONS = {("_precision", "_passes")}
 # Loss scaling knows nothing of the rewrite, nor the rewrite of it.
-REWRITE = {"_graph", "_precision", "_passes", "_emit", "_transform", "_arguments"}
+REWRITE = {
+    "_graph",
+    "_precision",
+    "_passes",
+    "_emit",
+    "_transform",
+    "_arguments",
+    "_inference",
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

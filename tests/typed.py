@@ -82,6 +82,9 @@ if TYPE_CHECKING:
     reveal_type(jmpr.mixed_precision(np.float16)(step))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.explain(step, "fp16"))  # (x: Array, n: int) -> Report
     reveal_type(jmpr.diagnose(step))  # (x: Array, n: int) -> Diagnosis
+    reveal_type(jmpr.for_inference(step).__call__)  # (x: Array, n: int) -> Array
+    reveal_type(jmpr.for_inference(step, state={0: 0})(x, 3))  # Array
+    reveal_type(jmpr.for_inference(step).store(x, 3))  # tuple[Any, ...]
     reveal_type(Model()(x))  # Array
     with jmpr.full_precision():
         reveal_type(named(x, 3))  # Array
