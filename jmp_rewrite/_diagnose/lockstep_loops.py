@@ -35,7 +35,7 @@ from jmp_rewrite._diagnose.lockstep_states import (
     types_of,
 )
 from jmp_rewrite._diagnose.pair import Pair, pair_of
-from jmp_rewrite._emit.emit import WHOLE, Cell
+from jmp_rewrite._emit.emit import Cell
 from jmp_rewrite._graph.nodes import Inner
 
 # A scan of so many iterations runs equation by equation. Compiling one with all that is
@@ -52,7 +52,6 @@ def scan(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
     consts = cast_outside(e, pairs[:num_consts], demands)
     stacks = zip(pairs[first:], demands[first:], strict=True)
     xs = [passed(e, p, d) for p, d in stacks]
-    rest = e.plan.rests.get(body, WHOLE)
     carry = Carry(e, inner, eqn.outvars[:num_carry])
     start = carry.start(pairs[num_consts:first])
     avals = [v.aval for v in _compat.open_jaxpr(body.jaxpr).outvars[num_carry:]]
@@ -67,10 +66,6 @@ def scan(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
             pair_of(c) if node is None else joint(e, c, node, aval)
             for c, node, aval in zip(outs[num_carry:], inner.stacks, avals, strict=True)
         ]
-        for position, chain in rest.left_out.items():  # what reads it computes it again
-            pair = made[position - num_carry]
-            value = e.computed(chain, made[chain.base - num_carry])
-            made[position - num_carry] = pair.like(value, pair.reference)
         return carry.leave(outs[:num_carry]), made
 
     few = 0 < eqn.params["length"] <= _FEW
