@@ -36,8 +36,6 @@ ROOMS = (
     "_demo",
     "__main__",
 )
-# Remedies for single compilers still stand in the plan.
-EXCEPTIONS = {("_precision", "_passes")}
 # Loss scaling knows nothing of the rewrite, nor the rewrite of it.
 REWRITE = {
     "_graph",
@@ -80,7 +78,7 @@ def test_rooms_import_from_rooms_above(path):
     room = room_of(path)
     above = set(ROOMS[: ROOMS.index(room) + 1])
     below = {other for other in imports(path) if other not in above}
-    assert {(room, other) for other in below} <= EXCEPTIONS
+    assert not below
     if room == "_loss_scaling":
         assert not imports(path) & REWRITE
     if room in REWRITE:

@@ -20,7 +20,6 @@ from jmp_rewrite._emit.products import float32_result
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
 from jmp_rewrite._graph.scopes import FULL_PRECISION
 from jmp_rewrite._passes import on_device
-from jmp_rewrite._passes.unstacked import Chain, Rest
 from jmp_rewrite._precision.decide import Action, Plan
 from jmp_rewrite._rules.table import Category
 
@@ -34,11 +33,9 @@ class Cell:
       full: its copy cast back to float32, if somebody asked for it.
       unrounded: the float32 value that it was rounded from, if it was rounded where it
         was computed.
-      base: the stack that it is computed again from, slice by slice; it has no value.
     """
 
     __slots__ = (
-        "base",
         "full",
         "half",
         "unrounded",
@@ -50,11 +47,7 @@ class Cell:
         self.half = half
         self.unrounded: Any = None
         self.full: Any = None
-        self.base: Cell | None = None
 
-
-# A body of which nothing is left out.
-WHOLE = Rest()
 
 # Emits an equation that holds jaxprs, from its operands' cells.
 Handler = Callable[["Emitter", Any, Inner, list[Cell]], list[Cell]]
@@ -104,16 +97,10 @@ class Emitter:
 
     def evaluate(self, instance: Instance, cells: Sequence[Cell]) -> list[Cell]:
         """Emits the equations of one use of a jaxpr; returns its results."""
-        return self._evaluate(instance, cells, WHOLE)
-
-    def _evaluate(
-        self, instance: Instance, cells: Sequence[Cell], rest: Rest
-    ) -> list[Cell]:
-        """Emits what is left of it."""
         body = _compat.open_jaxpr(instance.jaxpr)
         env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
         self.equations(instance, enumerate(body.eqns), env)
-        return [cell_of(env, v) for v in rest.kept(body.outvars)]
+        return [cell_of(env, v) for v in body.outvars]
 
     def equations(
         self, instance: Instance, eqns: Iterable[tuple[int, Any]], env: dict[Any, Cell]
@@ -227,17 +214,6 @@ class Emitter:
         outs = _compat.bind(eqn, values, eqn.params)
         return [Cell(x) for x in outs]
 
-    def computed(self, chain: Chain, base: Cell) -> Any:
-        """Computes what is not stacked from a slice of a stack, in float32."""
-        env = {chain.source: Cell(self.read_full(base, chain.source.aval))}
-        outer = _compat.current_name_stack()
-        for eqn in chain.equations:
-            with _compat.user_context(eqn, outer), eqn.ctx.manager:
-                values = [cell_of(env, v).value for v in eqn.invars]
-                (value,) = _compat.bind(eqn, values, eqn.params)
-            env[eqn.outvars[0]] = Cell(value)
-        return env[chain.target].value
-
     # ---- jaxprs inside
 
     def _joints_are_half(self, inner: Inner) -> bool:
@@ -272,52 +248,42 @@ class Emitter:
         avals: Sequence[Any],
         joints: Sequence[int | None] | None = None,
         halves: Sequence[tuple[int, Any]] = (),
-        rest: Rest = WHOLE,
     ) -> Any:
         """Returns the rewritten jaxpr of one use.
 
         Args:
           instance: the use.
-          values: what is passed, for its dtypes; None for what is not passed.
+          values: what is passed, for its dtypes.
           avals: the types of the body's parameters in the original program.
           joints: the carries, stacks or joins that the results have to agree with;
             None for a result that is no float32, or that nothing is to agree with.
           halves: (parameter, type) of half copies that are passed in front.
-          rest: what is left of it.
         """
         dtypes = tuple(getattr(v, "dtype", None) for v in values)
         positions = tuple(p for p, _ in halves)
         out = None if joints is None else tuple(map(self.joint_dtype, joints))
-        passed = tuple(i for i, v in enumerate(values) if v is not None)
-        key = (self._key(instance), dtypes, out, positions, rest.key)
+        key = (self._key(instance), dtypes, out, positions)
         if key not in self._jaxprs:
             types = [h for _, h in halves]
-            types += [_retyped(avals[i], dtypes[i]) for i in passed]
-            count = len(values)
-            fun = self._body_function(instance, count, joints, positions, passed, rest)
+            types += map(_retyped, avals, dtypes)
+            fun = self._body_function(instance, joints, positions)
             self._jaxprs[key] = jax.make_jaxpr(fun)(*types)
         return self._jaxprs[key]
 
     def _body_function(
         self,
         instance: Instance,
-        count: int,
         joints: Sequence[int | None] | None,
         positions: Sequence[int],
-        passed: Sequence[int],
-        rest: Rest,
     ) -> Callable[..., list[Any]]:
-        outvars = rest.kept(_compat.open_jaxpr(instance.jaxpr).outvars)
+        outvars = _compat.open_jaxpr(instance.jaxpr).outvars
 
         def body(*values: Any) -> list[Any]:
             halves = dict(zip(positions, values[: len(positions)], strict=True))
             consts = [Cell(c) for c in _compat.constants(instance.jaxpr)]
-            given = dict(zip(passed, values[len(positions) :], strict=True))
-            cells = [Cell(given.get(i), halves.get(i)) for i in range(count)]
-            slices = {c.base: cells[c.base] for c in rest.computed.values()}
-            for i, chain in rest.computed.items():
-                cells[i] = Cell(self.computed(chain, slices[chain.base]))
-            results = self._evaluate(instance, consts + cells, rest)
+            given = enumerate(values[len(positions) :])
+            cells = [Cell(x, halves.get(i)) for i, x in given]
+            results = self.evaluate(instance, consts + cells)
             if joints is None:
                 return [c.value for c in results]
             return [

@@ -15,7 +15,7 @@ import jax
 from jmp_rewrite import _compat
 from jmp_rewrite._emit.demand import AS_FULL, AS_HALF
 from jmp_rewrite._emit.derivatives import custom_jvp, custom_vjp, custom_vmap
-from jmp_rewrite._emit.emit import WHOLE, Cell, Emitter, Handler
+from jmp_rewrite._emit.emit import Cell, Emitter, Handler
 from jmp_rewrite._graph.nodes import FLOAT32, Inner
 from jmp_rewrite._rules.held import CALLS
 
@@ -66,49 +66,30 @@ def shard_map(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cel
 def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
     (body,) = inner.bodies
     demands = e.demand.of(body)
-    rest = e.plan.rests.get(body, WHOLE)
     num_consts, num_carry = _compat.scan_split(eqn.params)
     first = num_consts + num_carry
     avals = [v.aval for v in _compat.open_jaxpr(body.jaxpr).invars]
-    bases = {c.base for c in rest.computed.values()}
     values: list[Any] = []
     halves: list[tuple[int, Any]] = []
     for i, (cell, demand) in enumerate(zip(cells, demands, strict=True)):
-        if cell.base is not None:  # it is computed again
-            given = rest.computed[i].base == i
-            values.append(cell.base.value if given else None)
-            avals[i] = rest.computed[i].source.aval
-            continue
         if num_consts <= i < first:
             node = inner.carry_in[i - num_consts]
             values.append(e.to_joint(cell, node, avals[i]))
             continue
         # Slices are cast inside: a half copy of all layers' weights would live through
         # the whole step, and to cut a slice out of it is a copy of its own.
-        is_slice = i >= first and (cell.half is None or i in bases)
+        is_slice = i >= first and cell.half is None
         values.append(cell.value if is_slice else e.passed(cell, demand))
         both = demand == AS_HALF | AS_FULL and e.plan.shared
         if i < num_consts and both and cell.value.dtype == FLOAT32:
             halves.append((i, e.read_half(cell)))
-    closed = e.body(
-        body,
-        values,
-        avals,
-        rest.kept([*inner.carry_in, *inner.stacks]),
-        [(i, jax.typeof(x)) for i, x in halves],
-        rest,
-    )
-    params = _compat.scan_params(
-        eqn.params, closed, num_consts + len(halves), num_carry
-    )
-    passed = [*(x for _, x in halves), *(v for v in values if v is not None)]
-    outs = (Cell(x) for x in _compat.bind(eqn, passed, params))
-    count = len(eqn.outvars)
-    results = {i: next(outs) for i in rest.kept(range(count))}
-    for i, chain in rest.left_out.items():
-        results[i] = Cell(None)
-        results[i].base = results[chain.base]
-    return [results[i] for i in range(count)]
+    types = [(i, jax.typeof(x)) for i, x in halves]
+    joints = [*inner.carry_in, *inner.stacks]
+    closed = e.body(body, values, avals, joints, types)
+    consts = num_consts + len(halves)
+    params = _compat.scan_params(eqn.params, closed, consts, num_carry)
+    passed = [*(x for _, x in halves), *values]
+    return [Cell(x) for x in _compat.bind(eqn, passed, params)]
 
 
 def while_(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_rewrite import _compat, _transform
+from jmp_rewrite import _compat, _passes, _transform
 from jmp_rewrite._emit.emit import Cell, Emitter
 from jmp_rewrite._graph.nodes import Instance
 from jmp_rewrite._graph.scopes import REWRITTEN
@@ -50,11 +50,11 @@ class Emitted(NamedTuple):
     passes: Mapping[str, int] = MappingProxyType({})
 
 
-def emit(plan: Plan) -> Emitted:
-    """Emits the program of a plan, and runs the passes over it."""
+def emit(plan: Plan, choice: _passes.Choice) -> Emitted:
+    """Emits the program of a plan, and runs the chosen passes over it."""
     original = plan.graph.top.jaxpr
     before = _compat.open_jaxpr(original)
-    optimized = _transform.optimized(plan, emitter_type=_Marking)
+    optimized = _transform.optimized(plan, choice, emitter_type=_Marking)
 
     def rewritten(*args: Any) -> list[Any]:
         with jax.named_scope(REWRITTEN):

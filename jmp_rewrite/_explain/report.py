@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jax.extend import core as jex
 
-from jmp_rewrite import _compat, _cost, _transform
+from jmp_rewrite import _compat, _cost, _passes, _transform
 from jmp_rewrite._explain import advice as _advice
 from jmp_rewrite._explain import html, provenance, residuals, rows, summary
 from jmp_rewrite._explain import plot as _report_plot
@@ -106,6 +106,7 @@ class Report:
     def __init__(self, decision: Decision) -> None:
         self._decision = decision
         self._costs: list[_cost.CostRow] = []
+        self._choice = _passes.current()
 
     @property
     def name(self) -> str:
@@ -129,7 +130,7 @@ class Report:
         plan = self._decision.plan
         if plan is None:
             return provenance.Emitted(self._decision.closed, {})
-        return provenance.emit(plan)
+        return provenance.emit(plan, self._choice)
 
     @functools.cached_property
     def _drafts(self) -> list[Draft]:
@@ -288,9 +289,8 @@ class Report:
         if policy.compute_dtype == np.float32:
             return decision.closed
         paths = decision.arguments, decision.results
-        return provenance.emit(
-            _transform.decide(decision.closed, policy, *paths)
-        ).closed
+        plan = _transform.decide(decision.closed, policy, *paths)
+        return provenance.emit(plan, self._choice).closed
 
     # ---- words
 

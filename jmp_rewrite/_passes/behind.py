@@ -12,6 +12,7 @@ from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import inlined
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import FLOAT32
+from jmp_rewrite._passes.scans import scan_anew
 
 if TYPE_CHECKING:
     from jmp_rewrite._passes.sums_behind_loops import Sums
@@ -70,15 +71,11 @@ class _Behind:
             eqns=eqns,
             outvars=[*outvars, *sums.stacks],
         )
-        params = _compat.scan_params(
-            self._scan.params, new, consts, carries - len(sums.carries)
-        )
         operands = [self._scan.invars[i] for i in left]
-        return self._emit(
-            self._scan,
-            lambda *xs: _compat.bind(self._scan, xs, params),
-            operands,
-        )
+        carries -= len(sums.carries)
+        made, outs = scan_anew(self._scan, new, consts, carries, operands)
+        self._eqns += made
+        return outs
 
     # ---- equations
 

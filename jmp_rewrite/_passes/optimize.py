@@ -18,6 +18,7 @@ from jmp_rewrite._passes.program import ROUNDING, Pass, Program
 from jmp_rewrite._passes.read_before_rounding import read_before_rounding
 from jmp_rewrite._passes.recompute_activations import recompute_activations
 from jmp_rewrite._passes.recompute_logistic import recompute_logistic
+from jmp_rewrite._passes.recompute_stacks import recompute_stacks
 from jmp_rewrite._passes.round_last_gradients import round_last_gradients
 from jmp_rewrite._passes.scatter_as_select import scatter_as_select
 from jmp_rewrite._passes.sharded_casts import sharded_casts
@@ -32,6 +33,13 @@ PASSES: tuple[Pass, ...] = (
         sums_behind_loops,
         ("all",),
         "order of sums",
+        frozenset({"scan"}),
+    ),
+    Pass(
+        "recompute_stacks",
+        recompute_stacks,
+        ("all",),
+        "rounding",
         frozenset({"scan"}),
     ),
     Pass(

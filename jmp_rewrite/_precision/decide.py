@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
+from jmp_rewrite._graph.nodes import Graph, Node, elements
 from jmp_rewrite._graph.region import Region
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._passes.unstacked import Rest, computed_again_in_loops
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import (
@@ -85,7 +84,6 @@ class Plan:
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
       asked: the nodes for which a scope of the policy asks for float32.
-      rests: what is left of a scan's body, if that is not all of it.
       region: what it was traced as; None if nobody said.
     """
 
@@ -96,7 +94,6 @@ class Plan:
     shared: bool
     nested: Callable[[Any, Place], Plan]
     asked: frozenset[int] = frozenset()
-    rests: dict[Instance, Rest] = dataclasses.field(default_factory=dict)
     region: Region | None = None
 
     @property
@@ -168,19 +165,7 @@ def make_plan(
     plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
     asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
     plan.asked = frozenset(asked)
-    if pins.whole_step and placement is cheapest:
-        plan.rests = _rests(graph, pins, actions)
     return plan
-
-
-def _rests(graph: Graph, pins: Pins, actions: Sequence[int]) -> dict[Instance, Rest]:
-    """Returns what is left of the bodies of scans."""
-    halves = [bool(a & Action.HALF) for a in actions]
-    again = computed_again_in_loops(graph, pins, halves)
-    return {
-        body: Rest(again.left_out.get(body, {}), again.computed.get(body, {}))
-        for body in {*again.left_out, *again.computed}
-    }
 
 
 def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:

@@ -186,8 +186,13 @@ def test_each_pass_finds_something(own):
 
 @by_loss
 def test_other_passes_find_what_they_found(loss):
-    alone = {p.name for p in PASSES if optimized(p, explicit(loss))[1]}
+    again = next(p for p in PASSES if p.name == "recompute_stacks")
+    # What is computed again is stacked no more, and there is nothing to do for it.
+    fewer = optimized(again, explicit(loss))[0]
+    alone = {p.name for p in PASSES if optimized(p, fewer)[1]}
     together, before = set(), explicit(loss)
+    if optimized(again, before)[1]:
+        alone.add(again.name)
     for own in PASSES:
         before, edits = optimized(own, before)
         together |= {own.name} if edits else set()
