@@ -84,6 +84,15 @@ def same(xs, ys, is_compiled):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+def alike(shadows, original):
+    """Shadows run the passes' program, which adds up in another order."""
+    for shadow, expected in zip(shadows, original, strict=True):
+        if not jnp.issubdtype(shadow.dtype, jnp.inexact):
+            same([shadow], [expected], False)
+        else:
+            assert relative_error([shadow], [expected]) < FUSED
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_both_programs(program):
     pairs, rewritten, original, findings = both(
@@ -91,7 +100,7 @@ def test_both_programs(program):
     )
     is_compiled = program.name in COMPILED
     same([p.value for p in pairs], rewritten, is_compiled)
-    same([p.shadow for p in pairs], original, is_compiled)
+    alike([p.shadow for p in pairs], original)
     assert all(0 <= f.error < 2 for f in findings)
     assert all(i < f.index for f in findings for i in f.reads)
 
@@ -103,7 +112,7 @@ def test_float16_too():
             program.fun, program.args(), "mixed_float16"
         )
         same([p.value for p in pairs], rewritten, False)
-        same([p.shadow for p in pairs], original, False)
+        alike([p.shadow for p in pairs], original)
 
 
 def test_the_reference_knows_no_half():
