@@ -119,6 +119,7 @@ class Plan:
       feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
       parts: use of a jaxpr -> what is taken apart or joined otherwise.
       region: what it was traced as; None if nobody said.
+      is_differentiated: whether it is known to be differentiated from outside.
     """
 
     graph: Graph
@@ -133,6 +134,7 @@ class Plan:
     )
     parts: dict[Instance, Parts] = dataclasses.field(default_factory=dict)
     region: Region | None = None
+    is_differentiated: bool = False
 
     @property
     def rewrites(self) -> bool:
