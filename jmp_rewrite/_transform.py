@@ -509,7 +509,7 @@ def _decide(
             placement=_plan.products,
         )[0],
     )
-    plan.region = Region(policy)
+    plan.region, plan.is_differentiated = Region(policy), differentiated
     return plan, used | matched(policy, (n.place.path for n in graph.nodes))
 
 
@@ -530,9 +530,14 @@ def optimized(
     """
     choice = _passes.current() if choice is None else choice
     explicit = emitted(plan, choice, emitter_type)
-    if emitter_type is Emitter and _cannot_be_differentiated(plan, explicit):
-        explicit = store(explicit, plan.half).closed
-    return finished(plan, explicit, choice)
+    done = finished(plan, explicit, choice)
+    if emitter_type is not Emitter or not _may_store(plan):
+        return done
+    stored = store(explicit, plan.half).closed
+    if stored is explicit:
+        return done
+    less = finished(plan, stored, choice)
+    return less._replace(closed=_unless_differentiated(less.closed, done.closed))
 
 
 def emitted(
@@ -556,12 +561,44 @@ def finished(
     return _passes.optimize(explicit, choice.passes, choice.device)
 
 
-def _cannot_be_differentiated(plan: _plan.Plan, explicit: Any) -> bool:
-    """Whether a program of loops returns no number that has a derivative."""
-    dtypes = (getattr(a, "dtype", np.dtype(bool)) for a in explicit.out_avals)
-    return bool(plan.graph.loops) and not any(
-        jnp.issubdtype(d, jnp.inexact) for d in dtypes
-    )
+def _may_store(plan: _plan.Plan) -> bool:
+    """Whether what loops carry may be stored as `store` does it."""
+    is_forward = not (plan.pins.whole_step or plan.is_differentiated)
+    return bool(plan.graph.loops) and is_forward
+
+
+def _unless_differentiated(closed: Any, original: Any) -> Any:
+    """Returns a program that is another one where somebody differentiates it.
+
+    Cotangents of what a loop carries in half would be added up in half.
+
+    Args:
+      closed: the program, a closed jaxpr.
+      original: the other one, of the same types.
+    """
+    if not _has_derivative(original):
+        return closed
+    if closed.effects:  # custom derivatives allow few
+        return original
+
+    @jax.custom_jvp
+    def inference(*args: Any) -> list[Any]:
+        return _compat.evaluate(closed, args)
+
+    @inference.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        def fun(*args: Any) -> list[Any]:
+            return _compat.evaluate(original, args)
+
+        return jax.jvp(fun, primals, tangents)
+
+    return jax.make_jaxpr(inference)(*original.in_avals)
+
+
+def _has_derivative(closed: Any) -> bool:
+    """Whether a program returns a number that has a derivative."""
+    dtypes = (getattr(a, "dtype", np.dtype(bool)) for a in closed.out_avals)
+    return any(jnp.issubdtype(d, jnp.inexact) for d in dtypes)
 
 
 def _finish(

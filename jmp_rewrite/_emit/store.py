@@ -48,6 +48,7 @@ class Storage(NamedTuple):
 
 
 NOTHING = Storage()
+_HELD_BY_LOOPS = frozenset({"carry_in", "stack_out"})
 
 
 class Stored(NamedTuple):
@@ -97,8 +98,16 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
 
 
 def _changes(graph: Graph, plan: Plan) -> bool:
-    """Whether anything is stored otherwise: there are loops, and calls, to cast for."""
-    return bool(graph.loops) and plan.rewrites
+    """Whether a loop carries or stacks something in half, or need not cast it again."""
+    if any(plan.actions[n.index] for n in graph.nodes if n.name in _HELD_BY_LOOPS):
+        return True
+    inside = {n: loop for loop in graph.loops for n in loop.nodes}
+    return any(
+        source.node not in inside[index].nodes and source.slice_of < 0
+        for index in inside
+        if plan.actions[index] & Action.HALF
+        for source in graph.nodes[index].inputs
+    )
 
 
 def _plan(

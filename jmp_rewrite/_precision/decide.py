@@ -85,6 +85,7 @@ class Plan:
       nested: makes the plan of a program that is only known later: a derivative rule.
       asked: the nodes for which a scope of the policy asks for float32.
       region: what it was traced as; None if nobody said.
+      is_differentiated: whether it is known to be differentiated from outside.
     """
 
     graph: Graph
@@ -95,6 +96,7 @@ class Plan:
     nested: Callable[[Any, Place], Plan]
     asked: frozenset[int] = frozenset()
     region: Region | None = None
+    is_differentiated: bool = False
 
     @property
     def rewrites(self) -> bool:

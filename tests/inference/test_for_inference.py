@@ -400,17 +400,38 @@ def test_a_running_sum_is_carried_in_float32():
     assert "float32[1,16]" in [v.aval.str_short() for v in loop.outvars]
 
 
-def test_a_loop_that_may_be_differentiated_is_left_alone():
-    def fun(w, x):
-        def step(cache, i):
-            cache = jax.lax.dynamic_update_slice(cache, x @ w, (i, 0))
-            return cache, None
+def fill(w, x):
+    """Fills a cache in a loop, and returns numbers that have a derivative."""
 
-        return jax.lax.scan(step, jnp.zeros((8, 16)), jnp.arange(5))[0] @ w
+    def step(cache, i):
+        cache = jax.lax.dynamic_update_slice(cache, x @ w, (i, 0))
+        return cache, None
 
-    jaxpr = trace(mixed_precision(fun, BF16), layer_weights()["q"], inputs(1))
-    (loop,) = eqns(jaxpr, "scan")
-    assert "float32[8,16]" in [v.aval.str_short() for v in loop.outvars]
+    return jax.lax.scan(step, jnp.zeros((8, 16)), jnp.arange(5))[0] @ w
+
+
+def carried(jaxpr):
+    return {v.aval.str_short() for e in eqns(jaxpr, "scan") for v in e.outvars}
+
+
+def test_a_loop_that_returns_numbers_carries_its_cache_in_half():
+    w, x = layer_weights()["q"], inputs(1)
+    fun = mixed_precision(fill, BF16)
+    assert carried(trace(fun, w, x)) == {"bfloat16[8,16]"}
+    same_bits(jax.jit(fun)(w, x), jax.jit(for_inference(fill, BF16))(w, x))
+    got = jax.vmap(fun, (None, 0))(w, jnp.stack([x, x]))
+    np.testing.assert_allclose(got[0], fun(w, x), rtol=0.02, atol=0.02)
+
+
+def test_a_loop_that_is_differentiated_carries_cotangents_in_float32():
+    """Of whatever is differentiated, the function or what is jitted."""
+    w, x = layer_weights()["q"], inputs(1)
+    fun = mixed_precision(lambda w, x: jnp.sum(fill(w, x)), BF16)
+    for loss in (fun, jax.jit(fun), jax.checkpoint(fun)):
+        jaxpr = trace(jax.grad(loss), w, x)
+        assert "bfloat16[8,16]" not in carried(jaxpr)
+        assert "float32[8,16]" in carried(jaxpr)
+    same_bits(jax.jit(jax.grad(jax.jit(fun)))(w, x), jax.jit(jax.grad(fun))(w, x))
 
 
 # ---- kernels
