@@ -145,7 +145,7 @@ def _train(argv: Sequence[str]) -> None:
     report.save_figure(runs, args.out)
     _print(report.table(runs))
     if note := report.slow_note(args.policies):
-        print(note)
+        _print(f"{note}\n")
     print(f"The curves are in {args.out}.")
 
 
@@ -201,7 +201,7 @@ def _print(renderable: Any) -> None:
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 100
-    Console(width=width).print(renderable)
+    Console(width=width, highlight=False).print(renderable)
 
 
 def _rules(argv: Sequence[str]) -> None:
