@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax, tree_util
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.extend import linear_util as lu
@@ -266,11 +266,6 @@ def symbolic_zero_like(x: Any, aval: Any) -> Any:
     return SymbolicZero(x.aval.update(dtype=aval.dtype))
 
 
-def tree_paths(tree: Any) -> list[tuple[Any, ...]]:
-    """Returns the key path of every leaf."""
-    return [path for path, _ in tree_util.tree_flatten_with_path(tree)[0]]
-
-
 def is_array(leaf: Any) -> bool:
     """Tells what JAX traces (arrays, tracers, references) from static values."""
     if isinstance(leaf, (bool, int, float, complex)):
@@ -382,6 +377,23 @@ def holds_whole_arrays(context: Any) -> bool:
 def lays_out(sharding: Any) -> bool:
     """Tells a sharding in an equation's parameters that says more than the mesh."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)
+
+
+def is_plain_call(eqn: Any) -> bool:
+    """Whether a call asks for no sharding, layout or compiler option."""
+    params = eqn.params
+    shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    layouts = [*params.get("in_layouts", ()), *params.get("out_layouts", ())]
+    return (
+        all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
+        and all(layout is None for layout in layouts)
+        and not params.get("compiler_options_kvs")
+    )
+
+
+def is_dropped(var: Any) -> bool:
+    """Tells a result that nothing reads, and that has no name."""
+    return type(var).__name__ == "DropVar"
 
 
 def is_reference(aval: Any) -> bool:

@@ -13,7 +13,7 @@ from jax import lax
 from jmp_rewrite import _compat
 
 
-def narrow(x: Any, dtype: np.dtype, saturate: bool) -> Any:
+def narrow(x: Any, dtype: np.dtype, saturate: bool = False) -> Any:
     """Rounds a float32 array to half.
 
     Args:

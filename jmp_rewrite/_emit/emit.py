@@ -18,9 +18,8 @@ from jmp_rewrite._emit.demand import AS_HALF, Demand
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._emit.products import float32_result
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
+from jmp_rewrite._graph.scopes import FULL_PRECISION
 from jmp_rewrite._passes import on_device
-from jmp_rewrite._passes.attention import FeatureSum
-from jmp_rewrite._passes.parts import Joined, Summed, Taken
 from jmp_rewrite._passes.unstacked import Chain, Rest
 from jmp_rewrite._precision.decide import Action, Plan
 from jmp_rewrite._rules.table import Category
@@ -31,7 +30,6 @@ class Cell:
 
     Attributes:
       value: the array, in float32, half, or any other dtype.
-      saturate: whether rounding it must not make an infinity of a finite number.
       half: its rounded copy, if somebody asked for it.
       full: its copy cast back to float32, if somebody asked for it.
       unrounded: the float32 value that it was rounded from, if it was rounded where it
@@ -43,14 +41,12 @@ class Cell:
         "base",
         "full",
         "half",
-        "saturate",
         "unrounded",
         "value",
     )
 
-    def __init__(self, value: Any, saturate: bool = False, half: Any = None) -> None:
+    def __init__(self, value: Any, half: Any = None) -> None:
         self.value = value
-        self.saturate = saturate
         self.half = half
         self.unrounded: Any = None
         self.full: Any = None
@@ -99,13 +95,10 @@ class Emitter:
             return cell.value
         if cell.half is not None:
             return cell.half
-        half = self._narrow(cell.value, cell.saturate)
+        half = narrow(cell.value, self.plan.half)
         if self.plan.shared:
             cell.half = half
         return half
-
-    def _narrow(self, x: Any, saturate: bool) -> Any:
-        return narrow(x, self.plan.half, saturate)
 
     # ---- one jaxpr
 
@@ -116,13 +109,11 @@ class Emitter:
     def _evaluate(
         self, instance: Instance, cells: Sequence[Cell], rest: Rest
     ) -> list[Cell]:
-        """Emits what is left of it, and returns what is stacked at the end."""
+        """Emits what is left of it."""
         body = _compat.open_jaxpr(instance.jaxpr)
         env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
-        own = [i for i in enumerate(body.eqns) if i[0] not in rest.sums.equations]
-        self.equations(instance, own, env)
-        outvars = (*rest.kept(body.outvars), *rest.sums.stacks)
-        return [cell_of(env, v) for v in outvars]
+        self.equations(instance, enumerate(body.eqns), env)
+        return [cell_of(env, v) for v in rest.kept(body.outvars)]
 
     def equations(
         self, instance: Instance, eqns: Iterable[tuple[int, Any]], env: dict[Any, Cell]
@@ -131,7 +122,11 @@ class Emitter:
         outer = _compat.current_name_stack()
         for index, eqn in eqns:
             with _compat.user_context(eqn, outer), eqn.ctx.manager:
-                outs = self._equation(instance, index, eqn, env)
+                if instance.nodes[index] in self.plan.asked:
+                    with jax.named_scope(FULL_PRECISION):
+                        outs = self._equation(instance, index, eqn, env)
+                else:
+                    outs = self._equation(instance, index, eqn, env)
             env.update(zip(eqn.outvars, outs, strict=True))
 
     def _equation(
@@ -153,24 +148,8 @@ class Emitter:
             env = {operand: env[instead]}
         if index in instance.partial:
             eqn, env = _of_partial(eqn, instance.partial[index], env)
-        parts = self._parts(instance, index, env)
-        if isinstance(parts, (Joined, Taken)):
-            return self._apart(parts, action, env)
-        cells = self._emit(entry, action, eqn, env)
-        if isinstance(parts, Summed) and not action & Action.HALF:
-            (sums,) = self._apart(parts, action, env)
-            cells = [Cell(on_device.restore(cells[0].value, sums.value, ("tpu",)))]
-        if index in self.plan.feature_sums.get(instance, ()):
-            how = self.plan.feature_sums[instance][index]
-            cells = [self._over_features(cells[0], how, env)]
-        return cells
-
-    def _emit(
-        self, entry: int | None, action: int, eqn: Any, env: dict[Any, Cell]
-    ) -> list[Cell]:
-        """Emits an equation of its own."""
         if entry is None or not action & Action.HALF:
-            return self._as_it_was(eqn, env, bool(action & Action.ARGUMENT))
+            return self._as_it_was(eqn, env)
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
         if is_product and "preferred_element_type" in eqn.params:
             return self._product(eqn, action, env)
@@ -179,43 +158,9 @@ class Emitter:
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, action, env, literals)
 
-    def _parts(
-        self, instance: Instance, index: int, env: dict[Any, Cell]
-    ) -> Joined | Summed | Taken | None:
-        """Returns how an equation's results are taken apart or joined, if they are."""
-        parts = self.plan.parts.get(instance, {}).get(index)
-        if parts is None or any(v not in env for v in parts.variables):
-            return None  # it stands behind a loop
-        values = [env[v].value for v in parts.variables]
-        laid_out = any(_compat.lays_out(jax.typeof(x).sharding) for x in values)
-        return None if laid_out else parts
-
-    def _apart(
-        self, parts: Joined | Summed | Taken, action: int, env: dict[Any, Cell]
-    ) -> list[Cell]:
-        """Returns parts of an array, or what is put together of some."""
-        cells = [(env[v], v.aval) for v in parts.variables]
-        if action & Action.HALF:
-            values = [self.read_half(c) for c, _ in cells]
-        else:
-            values = [self.read_full(c, aval) for c, aval in cells]
-        saturate = any(c.saturate for c, _ in cells)
-        return [Cell(x, saturate) for x in parts.emit(values)]
-
-    def _over_features(self, cell: Cell, how: FeatureSum, env: dict[Any, Cell]) -> Cell:
-        """Returns a sum as a TPU takes it."""
-        read = {how.cotangent, how.output, *how.factors}
-        if cell.value.dtype != FLOAT32 or not read <= env.keys():
-            return cell  # behind a loop
-        do, o = (self.read_half(env[v]) for v in (how.cotangent, how.output))
-        factors = [self.read_full(env[v], v.aval) for v in how.factors]
-        return Cell(on_device.feature_sum(cell.value, do, o, factors, how.layout))
-
-    def _as_it_was(
-        self, eqn: Any, env: dict[Any, Cell], saturate: bool = False
-    ) -> list[Cell]:
+    def _as_it_was(self, eqn: Any, env: dict[Any, Cell]) -> list[Cell]:
         values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
-        return [Cell(x, saturate) for x in _compat.bind(eqn, values, eqn.params)]
+        return [Cell(x) for x in _compat.bind(eqn, values, eqn.params)]
 
     def _product(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits a product of half operands, accumulated in float32."""
@@ -230,11 +175,10 @@ class Emitter:
         """Emits in float32 and rounds the results once."""
         saturates = bool(action & Action.SATURATES)
         cells = []
-        for cell in self._as_it_was(eqn, env, bool(action & Action.ARGUMENT)):
+        for cell in self._as_it_was(eqn, env):
             if cell.value.dtype == FLOAT32:
                 exact = cell.value
-                half = rounded(exact, self.plan.half, saturates or cell.saturate)
-                cell = Cell(half, cell.saturate)
+                cell = Cell(rounded(exact, self.plan.half, saturates))
                 cell.unrounded = exact
             cells.append(cell)
         return cells
@@ -243,20 +187,17 @@ class Emitter:
         self, eqn: Any, action: int, env: dict[Any, Cell], literals: dict[int, Any]
     ) -> list[Cell]:
         """Emits on half operands, with half results."""
-        saturate = bool(action & Action.ARGUMENT)
         values = self._half_operands(eqn, env, literals)
         if eqn.primitive.name == "convert_element_type":
             target = eqn.params["new_dtype"]
             dtype = self.plan.half if target == FLOAT32 else target
             (x,) = values
-            return [
-                Cell(x if x.dtype == dtype else _compat.convert(x, dtype), saturate)
-            ]
+            return [Cell(x if x.dtype == dtype else _compat.convert(x, dtype))]
         if eqn.primitive.name == "scatter-add":
             outs = _compat.scatter_into_zeros(eqn, values)
         else:
             outs = _compat.bind(eqn, values, eqn.params)
-        return [Cell(x, saturate) for x in outs]
+        return [Cell(x) for x in outs]
 
     def _half_operands(
         self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
@@ -284,7 +225,7 @@ class Emitter:
             for c, v, is_half in zip(cells, eqn.invars, halves, strict=True)
         ]
         outs = _compat.bind(eqn, values, eqn.params)
-        return [Cell(x, c.saturate) for x, c in zip(outs, cells, strict=True)]
+        return [Cell(x) for x in outs]
 
     def computed(self, chain: Chain, base: Cell) -> Any:
         """Computes what is not stacked from a slice of a stack, in float32."""
@@ -329,7 +270,6 @@ class Emitter:
         instance: Instance,
         values: Sequence[Any],
         avals: Sequence[Any],
-        saturate: Sequence[bool],
         joints: Sequence[int | None] | None = None,
         halves: Sequence[tuple[int, Any]] = (),
         rest: Rest = WHOLE,
@@ -340,32 +280,28 @@ class Emitter:
           instance: the use.
           values: what is passed, for its dtypes; None for what is not passed.
           avals: the types of the body's parameters in the original program.
-          saturate: which parameters saturate when they are rounded.
           joints: the carries, stacks or joins that the results have to agree with;
             None for a result that is no float32, or that nothing is to agree with.
           halves: (parameter, type) of half copies that are passed in front.
-          rest: what is left of it; what is stacked for products behind the loop is
-            returned at the end, in half.
+          rest: what is left of it.
         """
         dtypes = tuple(getattr(v, "dtype", None) for v in values)
         positions = tuple(p for p, _ in halves)
         out = None if joints is None else tuple(map(self.joint_dtype, joints))
         passed = tuple(i for i, v in enumerate(values) if v is not None)
-        saturates = tuple(saturate)
-        key = (self._key(instance), dtypes, saturates, out, positions, rest.key)
+        key = (self._key(instance), dtypes, out, positions, rest.key)
         if key not in self._jaxprs:
             types = [h for _, h in halves]
             types += [_retyped(avals[i], dtypes[i]) for i in passed]
-            fun = self._body_function(
-                instance, saturate, joints, positions, passed, rest
-            )
+            count = len(values)
+            fun = self._body_function(instance, count, joints, positions, passed, rest)
             self._jaxprs[key] = jax.make_jaxpr(fun)(*types)
         return self._jaxprs[key]
 
     def _body_function(
         self,
         instance: Instance,
-        saturate: Sequence[bool],
+        count: int,
         joints: Sequence[int | None] | None,
         positions: Sequence[int],
         passed: Sequence[int],
@@ -377,21 +313,17 @@ class Emitter:
             halves = dict(zip(positions, values[: len(positions)], strict=True))
             consts = [Cell(c) for c in _compat.constants(instance.jaxpr)]
             given = dict(zip(passed, values[len(positions) :], strict=True))
-            cells = [
-                Cell(given.get(i), s, halves.get(i)) for i, s in enumerate(saturate)
-            ]
+            cells = [Cell(given.get(i), halves.get(i)) for i in range(count)]
             slices = {c.base: cells[c.base] for c in rest.computed.values()}
             for i, chain in rest.computed.items():
                 cells[i] = Cell(self.computed(chain, slices[chain.base]))
             results = self._evaluate(instance, consts + cells, rest)
             if joints is None:
                 return [c.value for c in results]
-            count = len(outvars)
-            returned = [
+            return [
                 c.value if node is None else self.to_joint(c, node, v.aval)
-                for c, node, v in zip(results[:count], joints, outvars, strict=True)
+                for c, node, v in zip(results, joints, outvars, strict=True)
             ]
-            return returned + [self.read_half(c) for c in results[count:]]
 
         return body
 
@@ -412,9 +344,7 @@ class Emitter:
                 for i in instance.inner.values()
             )
             instead = tuple(instance.instead.items())
-            over = tuple(self.plan.feature_sums.get(instance, ()))
-            parts = tuple(self.plan.parts.get(instance, ()))
-            key = (id(instance.jaxpr), actions, inner, instead, over, parts)
+            key = (id(instance.jaxpr), actions, inner, instead)
             # Numbers nest where tuples would be hashed to their full depth each time.
             self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]

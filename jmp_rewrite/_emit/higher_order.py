@@ -17,7 +17,6 @@ from jmp_rewrite._emit.demand import AS_FULL, AS_HALF
 from jmp_rewrite._emit.derivatives import custom_jvp, custom_vjp, custom_vmap
 from jmp_rewrite._emit.emit import WHOLE, Cell, Emitter, Handler
 from jmp_rewrite._graph.nodes import FLOAT32, Inner
-from jmp_rewrite._passes.emit_sums import behind
 from jmp_rewrite._rules.held import CALLS
 
 # Calls that leave nothing behind but their equations.
@@ -38,7 +37,7 @@ def call(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         ]
     else:
         values = [e.passed(c, d) for c, d in zip(cells, demands, strict=True)]
-    closed = e.body(body, values, [v.aval for v in invars], [c.saturate for c in cells])
+    closed = e.body(body, values, [v.aval for v in invars])
     jaxpr = _compat.like(body.jaxpr, closed)
     params = dict(eqn.params, **{CALLS[eqn.primitive.name][1]: jaxpr})
     return [Cell(x) for x in _compat.bind(eqn, values, params)]
@@ -48,11 +47,9 @@ def shard_map(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cel
     (body,) = inner.bodies
     demands = e.demand.of(body)
     values = [e.passed(c, d) for c, d in zip(cells, demands, strict=True)]
-    saturate = [c.saturate for c in cells]
 
     def local(*shards: Any) -> list[Any]:
-        inside = [Cell(x, s) for x, s in zip(shards, saturate, strict=True)]
-        return [c.value for c in e.evaluate(body, inside)]
+        return [c.value for c in e.evaluate(body, [Cell(x) for x in shards])]
 
     params = eqn.params
     mapped = jax.shard_map(
@@ -77,9 +74,6 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
     values: list[Any] = []
     halves: list[tuple[int, Any]] = []
     for i, (cell, demand) in enumerate(zip(cells, demands, strict=True)):
-        if i - num_consts in rest.sums.carries:
-            values.append(None)
-            continue
         if cell.base is not None:  # it is computed again
             given = rest.computed[i].base == i
             values.append(cell.base.value if given else None)
@@ -100,20 +94,17 @@ def scan(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         body,
         values,
         avals,
-        [c.saturate for c in cells],
         rest.kept([*inner.carry_in, *inner.stacks]),
         [(i, jax.typeof(x)) for i, x in halves],
         rest,
     )
     params = _compat.scan_params(
-        eqn.params, closed, num_consts + len(halves), num_carry - len(rest.sums.carries)
+        eqn.params, closed, num_consts + len(halves), num_carry
     )
     passed = [*(x for _, x in halves), *(v for v in values if v is not None)]
     outs = (Cell(x) for x in _compat.bind(eqn, passed, params))
     count = len(eqn.outvars)
     results = {i: next(outs) for i in rest.kept(range(count))}
-    if rest.sums.equations:
-        results.update(behind(e, inner, rest.sums, cells, list(outs)))
     for i, chain in rest.left_out.items():
         results[i] = Cell(None)
         results[i].base = results[chain.base]
@@ -137,8 +128,7 @@ def while_(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         demands = e.demand.of(use)[: len(own)]
         passed = [e.passed(c, d) for c, d in zip(own, demands, strict=True)]
         types = [v.aval for v in _compat.open_jaxpr(use.jaxpr).invars]
-        saturate = [c.saturate for c in own] + [False] * len(carried)
-        jaxprs.append(e.body(use, passed + carried, types, saturate, joints))
+        jaxprs.append(e.body(use, passed + carried, types, joints))
         values += passed
     params = dict(eqn.params, cond_jaxpr=jaxprs[0], body_jaxpr=jaxprs[1])
     return [Cell(x) for x in _compat.bind(eqn, values + carried, params)]
@@ -146,12 +136,9 @@ def while_(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
 
 def cond(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
     which, operands = cells[0].value, cells[1:]
-    saturate = [c.saturate for c in operands]
     values = [c.value for c in operands]
     avals = [v.aval for v in eqn.invars[1:]]
-    branches = tuple(
-        e.body(body, values, avals, saturate, inner.joins) for body in inner.bodies
-    )
+    branches = tuple(e.body(b, values, avals, inner.joins) for b in inner.bodies)
     params = dict(eqn.params, branches=branches)
     return [Cell(x) for x in _compat.bind(eqn, [which, *values], params)]
 

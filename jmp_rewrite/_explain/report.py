@@ -26,7 +26,7 @@ from jmp_rewrite._explain.stored import stored
 from jmp_rewrite._explain.walk import Draft, walk
 from jmp_rewrite._graph.nodes import Graph, reached
 from jmp_rewrite._policy import Policy, PolicyLike
-from jmp_rewrite._precision import parameters, pins
+from jmp_rewrite._precision import parameters, pinning
 from jmp_rewrite._precision.decide import Plan
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class Report:
         if plan is None:
             return []
         lines = {id(d.origin): str(d.line) for d in self._drafts if d.origin}
-        known = pins.left_alone(plan.graph, plan.pins)
+        known = pinning.left_alone(plan.graph, plan.pins)
         found = [(eqn, place.path, why) for eqn, place, why, _ in known]
         held = {id(eqn) for eqn, _, _ in found}
         for node, category in zip(plan.graph.nodes, plan.pins.categories, strict=True):

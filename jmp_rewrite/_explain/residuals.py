@@ -9,28 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._precision.cost import COSTLY, ENDS_KERNEL
+from jmp_rewrite._precision.cost import ENDS_KERNEL
+from jmp_rewrite._rules.attributes import COSTLY, VIEWS
 from jmp_rewrite._rules.held import CALLS, held_jaxprs
 from jmp_rewrite._rules.table import PRODUCTS
 
 HALVES = frozenset({"bfloat16", "float16"})
 
-# Results of these are views of their operand, or numbers that XLA repeats where they
-# are read: they are kept as their operand, if at all.
-VIEWS = frozenset(
-    {
-        "broadcast_in_dim",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "feature_sum",
-        "name",
-        "pvary",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-    }
-)
 # What is made of arguments by these alone is their copy, and no activation.
 CASTS = frozenset({"convert_element_type", "saturating_cast"})
 _COPIES = VIEWS | {
@@ -126,7 +111,7 @@ class Residuals(NamedTuple):
 def operands(eqn: Any) -> list[Any]:
     """Returns the variables that an equation reads, where they are stored."""
     values = [v for v in eqn.invars if not hasattr(v, "val")]
-    if eqn.primitive.name in ("feature_sum", "restore"):
+    if eqn.primitive.name == "restore":
         values = values[:1]  # what is stored is the rounded value
     if eqn.primitive.name == "by_device":
         values = values[: eqn.params["results"]]

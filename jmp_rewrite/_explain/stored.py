@@ -20,7 +20,8 @@ from typing import Any
 
 from jmp_rewrite import _compat
 from jmp_rewrite._explain.residuals import CASTS, HALVES, VIEWS, nbytes, operands
-from jmp_rewrite._precision.cost import COSTLY, ENDS_KERNEL
+from jmp_rewrite._precision.cost import ENDS_KERNEL
+from jmp_rewrite._rules.attributes import COSTLY
 from jmp_rewrite._rules.held import CALLS, held_jaxprs
 from jmp_rewrite._rules.table import PRODUCTS
 

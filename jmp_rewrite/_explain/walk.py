@@ -255,13 +255,9 @@ def _without_float32(eqn: Any) -> Verdict:
 
 
 # Why the emitter puts a primitive in. What passes put in is told by its name scope.
-_APART = "takes apart or joins what is reshaped, in this order"
 _INSERTED = {
-    "concatenate": _APART,
-    "feature_sum": "a TPU takes an attention's sum over its features",
     "optimization_barrier": "keeps a compiler from seeing what it was made of",
     "restore": "some devices compute it again, others read it",
-    "slice": _APART,
 }
 
 

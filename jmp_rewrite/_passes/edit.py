@@ -137,6 +137,7 @@ class Editor:
         self.done: collections.Counter[str] = collections.Counter()
         self._name = ""
         self._traced: dict[Any, Any] = {}
+        self._is_rewired = False
 
     def _add(self, jaxpr: Any) -> Body:
         key = id(_compat.open_jaxpr(jaxpr))
@@ -179,6 +180,10 @@ class Editor:
         indices = [index for index, _ in body.reads(var) if index >= 0]
         indices += [body.maker[var]] if var in body.maker else []
         return any(self._is_own(body.eqns[index]) for index in indices)
+
+    def in_own_scope(self, eqn: Any) -> Any:
+        """Returns an equation in the scope of the pass."""
+        return _compat.in_scope(eqn, eqn, f"{SCOPE}{self._name}")
 
     def _is_own(self, eqn: Any) -> bool:
         scope = f"{SCOPE}{self._name}"
@@ -292,6 +297,33 @@ class Editor:
         for old, new in zip(eqn.outvars, outs, strict=True):
             self.read_instead(body, old, new)
 
+    def put(
+        self, body: Body, index: int, eqns: Sequence[Any], outs: Sequence[Any]
+    ) -> None:
+        """Puts equations in the place of one; they may hold jaxprs.
+
+        Args:
+          body: the body that holds the equation.
+          index: of the equation.
+          eqns: what stands there instead.
+          outs: what is read in place of its results.
+        """
+        self.done[self._name] += 1
+        self._is_rewired = True
+        body.edits.instead[index] = list(eqns)
+        for old, new in zip(body.eqns[index].outvars, outs, strict=True):
+            if new is not old:
+                self.read_instead(body, old, new)
+
+    def jaxpr_of(self, body: Body) -> Any:
+        """Returns the open jaxpr of a body, with all edits that are applied."""
+        made: dict[Body, Any] = {}
+        for one in self._order:  # what is called before its callers
+            made[one] = _rebuilt(one, made, False)
+            if one is body:
+                break
+        return made[body]
+
     def read(self, body: Body, index: int, position: int, var: Any) -> None:
         """Makes an equation read another variable; index -1 for the results."""
         body.edits.operands[index, position] = var
@@ -345,6 +377,33 @@ class Editor:
         for body in self._order:
             if body.edits:
                 self._apply(body)
+        if self._is_rewired:
+            self._is_rewired = False
+            self._connect()
+
+    def _connect(self) -> None:
+        """Notes what new equations hold, and who calls what now."""
+        self._order = []
+        self._visit(self._top, set())
+        for body in self._order:
+            for index, held in body.held.items():
+                for inner in held:
+                    inner.calls.append((body, index))
+
+    def _visit(self, body: Body, seen: set[Body]) -> None:
+        if body in seen:
+            return
+        seen.add(body)
+        body.calls, body._marks, body.data = [], None, None
+        for index, eqn in enumerate(body.eqns):
+            if index not in body.held and (jaxprs := held_jaxprs(eqn)):
+                body.held[index] = tuple(map(self._body_of, jaxprs))
+            for inner in body.held.get(index, ()):
+                self._visit(inner, seen)
+        self._order.append(body)
+
+    def _body_of(self, jaxpr: Any) -> Body:
+        return self._bodies.setdefault(id(_compat.open_jaxpr(jaxpr)), Body(jaxpr))
 
     def _apply(self, body: Body) -> None:
         edits, body.edits = body.edits, _Edits()

@@ -10,6 +10,7 @@ import numpy as np
 from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import BY_DEVICE
 from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._rules.attributes import MOVES_NUMBER
 from jmp_rewrite._rules.held import CALLS, LEFT_ALONE
 from jmp_rewrite._rules.table import PRODUCTS
 
@@ -209,21 +210,6 @@ def _returned(body: Body, position: int) -> Iterator[tuple[Body, int, int]]:
             yield body, -1, position
 
 
-# A known number stays known through these.
-_KEEPS_NUMBER = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "expand_dims",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
-
-
 def number_of(body: Body, atom: Any) -> Any:
     """Returns the number that all elements of a value are, seen through calls."""
     while not hasattr(atom, "val"):
@@ -235,7 +221,7 @@ def number_of(body: Body, atom: Any) -> Any:
         if is_call(eqn):
             position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
             ((body, atom),) = made_inside(body, index, position)
-        elif eqn.primitive.name in _KEEPS_NUMBER:
+        elif eqn.primitive.name in MOVES_NUMBER:
             (atom,) = eqn.invars
         else:
             return None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jmp_rewrite._passes.attention_feature_sums import attention_feature_sums
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._passes.cpu_products import cpu_products
 from jmp_rewrite._passes.cpu_shield import cpu_shield
@@ -18,11 +19,28 @@ from jmp_rewrite._passes.read_before_rounding import read_before_rounding
 from jmp_rewrite._passes.recompute_activations import recompute_activations
 from jmp_rewrite._passes.recompute_logistic import recompute_logistic
 from jmp_rewrite._passes.round_last_gradients import round_last_gradients
+from jmp_rewrite._passes.scatter_as_select import scatter_as_select
 from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
+from jmp_rewrite._passes.split_before_reshape import split_before_reshape
+from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
 
 PASSES: tuple[Pass, ...] = (
+    Pass(
+        "sums_behind_loops",
+        sums_behind_loops,
+        ("all",),
+        "order of sums",
+        frozenset({"scan"}),
+    ),
+    Pass(
+        "split_before_reshape",
+        split_before_reshape,
+        ("all",),
+        "order of sums",
+        frozenset({"reshape"}),
+    ),
     Pass(
         "sharded_casts",
         sharded_casts,
@@ -30,6 +48,20 @@ PASSES: tuple[Pass, ...] = (
         "nothing",
         frozenset({"sharding_constraint"}),
         whole_steps_only=False,
+    ),
+    Pass(
+        "scatter_as_select",
+        scatter_as_select,
+        ("all",),
+        "nothing",
+        frozenset({"scatter", "scatter-add"}),
+    ),
+    Pass(
+        "attention_feature_sums",
+        attention_feature_sums,
+        ("TPU",),
+        "rounding",
+        frozenset({"reduce_sum"}),
     ),
     Pass(
         "softmax_in_one_kernel",

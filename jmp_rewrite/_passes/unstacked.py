@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.nodes import Graph, Inner, Instance, is_float32
-from jmp_rewrite._passes.sums import NO_SUMS, Sums
 from jmp_rewrite._precision.pins import NO_PRODUCT, STATE, Pins
 
 # Results of these lie between -1 and 1.
@@ -68,26 +67,23 @@ class Rest(NamedTuple):
     """What is left of a scan's body.
 
     Attributes:
-      sums: what is computed behind the loop.
       left_out: position among its results -> how others compute it again.
       computed: position among its parameters -> how it is computed from the parameter
         that `base` tells.
     """
 
-    sums: Sums = NO_SUMS
     left_out: Mapping[int, Chain] = MappingProxyType({})
     computed: Mapping[int, Chain] = MappingProxyType({})
 
     def kept(self, outs: Sequence[Any]) -> list[Any]:
         """Returns of the results of a body, in its order, those that it still has."""
-        gone = {*self.sums.carries, *self.sums.results, *self.left_out}
-        return [x for i, x in enumerate(outs) if i not in gone]
+        return [x for i, x in enumerate(outs) if i not in self.left_out]
 
     @property
     def key(self) -> Any:
         """What tells it from others of the same jaxpr."""
         computed = tuple((p, c.base, id(c.target)) for p, c in self.computed.items())
-        return self.sums.carries, self.sums.results, tuple(self.left_out), computed
+        return tuple(self.left_out), computed
 
 
 class Again(NamedTuple):
@@ -107,7 +103,6 @@ def computed_again_in_loops(
     graph: Graph,
     pins: Pins,
     halves: Sequence[bool],
-    sums: Mapping[Instance, Sums],
 ) -> Again:
     """Returns which stacks are not there, and what computes them again.
 
@@ -115,11 +110,10 @@ def computed_again_in_loops(
       graph: the program, a whole step.
       pins: what numerics said.
       halves: which nodes are emitted in half.
-      sums: what of a scan's body is computed behind the loop, of whole stacks.
     """
     again = Again({}, {})
     for use in graph.uses():
-        _Scans(use, pins, halves, sums).add_to(again)
+        _Scans(use, pins, halves).add_to(again)
     return again
 
 
@@ -131,9 +125,8 @@ class _Scans:
         use: Instance,
         pins: Pins,
         halves: Sequence[bool],
-        sums: Mapping[Instance, Sums],
     ) -> None:
-        self._pins, self._halves, self._sums = pins, halves, sums
+        self._pins, self._halves = pins, halves
         body = _compat.open_jaxpr(use.jaxpr)
         self._eqns = body.eqns
         self._outvars = body.outvars
@@ -184,10 +177,8 @@ class _Scans:
         if index not in self._scans:
             return False
         (use,) = self._scans[index].bodies
-        var = _compat.open_jaxpr(use.jaxpr).invars[position]
-        whole = use in self._sums and var in self._sums[use].stack_of
         first = sum(_compat.scan_split(self._eqns[index].params))
-        return position >= first and not whole and self._is_emitted(use)
+        return position >= first and self._is_emitted(use)
 
     def _base(self, index: int, position: int, base: Any) -> int:
         """Returns which operand of a loop the base is; the one itself if none is."""

@@ -33,6 +33,7 @@ from jmp_rewrite._precision import origins
 from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
+from jmp_rewrite._rules.attributes import COSTLY
 from jmp_rewrite._rules.table import SHARP, Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
@@ -40,43 +41,11 @@ ROUNDINGS_PER_BYTE = 8
 # No more elements than this take one line of a cache: half of it saves nothing.
 ONE_LINE = 16
 
-# Arithmetic that compilers do not do twice.
-COSTLY = frozenset(
-    {
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "cos",
-        "cosh",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "log2",
-        "logistic",
-        "pow",
-        "sin",
-        "sinh",
-        "tan",
-        "tanh",
-    }
-)
-# Of these, those of which a rounded result is as good as any: it is used as a factor,
-# while differences of logarithms are taken, and exponentials of them.
+# Of costly arithmetic, that of which a rounded result is as good as any: it is used as
+# a factor, while differences of logarithms are taken, and exponentials of them.
 ACTIVATIONS = frozenset(
     {"cos", "erf", "erfc", "exp", "exp2", "logistic", "sin", "tanh"}
 )
-# Of the costly ones, what XLA:GPU does twice after all (`benchmarks/NOTES.md`, 24).
-REMADE_ON_GPU = frozenset({"logistic"})
 # From this many kernels on, XLA:GPU stores what it could compute again in each (there,
 # 23: a norm is five; a GELU is three, where it does not).
 MANY_KERNELS = 4
@@ -299,11 +268,11 @@ def _ends_kernel(graph: Graph, pins: Pins) -> list[bool]:
 
 
 def _sources(node: Node) -> list[int]:
-    """Returns the nodes whose results a node reads, or of whose bits it is made."""
+    """Returns the nodes that a node reads: their results, or bits; through kernels."""
     found = [v.node for v in node.inputs if v.node >= 0]
     if node.of_bits is not None and node.of_bits >= 0:
         found.append(node.of_bits)
-    return found
+    return [*found, *node.through]
 
 
 def _levels(graph: Graph, stored: Sequence[bool]) -> list[int]:
@@ -438,12 +407,3 @@ def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:
             is_node = anchor is not None and anchor >= 0
             anchors[node.index] = anchor if is_node else None
     return anchors
-
-
-def large_inputs(node: Node) -> list[int]:
-    """Returns the nodes of a node's operands, less those that are small beside it.
-
-    -1 stands for an argument.
-    """
-    size = elements(node.avals)
-    return [v.node for v in node.inputs if has_to_be_read(v, size)]

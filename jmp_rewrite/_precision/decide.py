@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Instance, Node, elements
+from jmp_rewrite._graph.region import Region
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._passes.attention import FeatureSum, sums_over_features
-from jmp_rewrite._passes.parts import Parts, parts_apart
-from jmp_rewrite._passes.sums import NO_SUMS, sums_behind_loops
 from jmp_rewrite._passes.unstacked import Rest, computed_again_in_loops
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
@@ -22,8 +20,10 @@ from jmp_rewrite._precision.cost import (
     reads_half,
     storage,
 )
+from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import table
+from jmp_rewrite._rules.attributes import COMPARES, PICKS
 from jmp_rewrite._rules.table import Category
 
 
@@ -35,8 +35,6 @@ class Action:
       WIDE: with HALF: it computes in float32, and its results are rounded once.
       EMITS_FULL: with HALF: a product of half operands whose result is float32.
       SATURATES: with WIDE: rounding never makes an infinity of a finite number.
-      ARGUMENT: its results hold nothing but an argument's values, so that rounding
-        them saturates as well.
     """
 
     FULL = 0
@@ -44,7 +42,6 @@ class Action:
     WIDE = 2
     EMITS_FULL = 4
     SATURATES = 8
-    ARGUMENT = 16
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -67,34 +64,7 @@ _SPREADS = frozenset(
 
 
 # The results of these are elements of their operands.
-_PICKS = frozenset(
-    {
-        "broadcast_in_dim",
-        "clamp",
-        "cummax",
-        "cummin",
-        "expand_dims",
-        "max",
-        "min",
-        "pmax",
-        "pmin",
-        "reduce_max",
-        "reduce_min",
-        "reduce_window_max",
-        "reduce_window_min",
-        "reshape",
-        "select_n",
-        "sort",
-        "squeeze",
-        "stack_out",
-        "stop_gradient",
-        "transpose",
-    }
-)
-
-
-# These ask which elements are the same.
-_COMPARES = frozenset({"eq", "ne"})
+_PICKS = PICKS | {"stack_out"}
 
 
 # These hold a jaxpr that takes float32 scalars.
@@ -114,9 +84,9 @@ class Plan:
         which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
+      asked: the nodes for which a scope of the policy asks for float32.
       rests: what is left of a scan's body, if that is not all of it.
-      feature_sums: use of a jaxpr -> equation index -> how a TPU takes this sum.
-      parts: use of a jaxpr -> what is taken apart or joined otherwise.
+      region: what it was traced as; None if nobody said.
     """
 
     graph: Graph
@@ -125,11 +95,9 @@ class Plan:
     actions: list[int]
     shared: bool
     nested: Callable[[Any, Place], Plan]
+    asked: frozenset[int] = frozenset()
     rests: dict[Instance, Rest] = dataclasses.field(default_factory=dict)
-    feature_sums: dict[Instance, dict[int, FeatureSum]] = dataclasses.field(
-        default_factory=dict
-    )
-    parts: dict[Instance, Parts] = dataclasses.field(default_factory=dict)
+    region: Region | None = None
 
     @property
     def rewrites(self) -> bool:
@@ -194,35 +162,25 @@ def make_plan(
         _follow_exactly(graph, pins, labels)
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
+    for node in pins.reduced:
+        labels[node] = True
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
-    if pins.whole_step and placement is cheapest:
-        halves = [_is_half(a) for a in actions]
     plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
+    asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
+    plan.asked = frozenset(asked)
     if pins.whole_step and placement is cheapest:
         plan.rests = _rests(graph, pins, actions)
-        plan.feature_sums = sums_over_features(graph, pins, halves)
-        plan.parts = parts_apart(graph)
     return plan
 
 
 def _rests(graph: Graph, pins: Pins, actions: Sequence[int]) -> dict[Instance, Rest]:
     """Returns what is left of the bodies of scans."""
-    sums = sums_behind_loops(graph, pins, [_is_half(a) for a in actions])
     halves = [bool(a & Action.HALF) for a in actions]
-    again = computed_again_in_loops(graph, pins, halves, sums)
+    again = computed_again_in_loops(graph, pins, halves)
     return {
-        body: Rest(
-            sums.get(body, NO_SUMS),
-            again.left_out.get(body, {}),
-            again.computed.get(body, {}),
-        )
-        for body in {*sums, *again.left_out, *again.computed}
+        body: Rest(again.left_out.get(body, {}), again.computed.get(body, {}))
+        for body in {*again.left_out, *again.computed}
     }
-
-
-def _is_half(action: int) -> bool:
-    """Tells whether a node that is emitted so has half results."""
-    return bool(action & Action.HALF) and not action & Action.EMITS_FULL
 
 
 def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
@@ -255,7 +213,7 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
     The gradient of a maximum asks which elements equal it, and divides by their number.
     If the maximum were of rounded copies, none would, and the gradient would be NaN.
     """
-    stack = [n.index for n in graph.nodes if n.name in _COMPARES]
+    stack = [n.index for n in graph.nodes if n.name in COMPARES]
     compared: set[int] = set()
     while stack:
         for value in graph.nodes[stack.pop()].inputs:
@@ -278,6 +236,8 @@ def _action(
     action = Action.FULL
     if reads_half(index, pins):
         return action | Action.HALF | (0 if labels[index] else Action.EMITS_FULL)
+    if index in pins.reduced:
+        return action | Action.HALF
     sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
     if index in pins.sinks:
         exact = bool(sources) and all(sources) and moves_exactly(node, pins)

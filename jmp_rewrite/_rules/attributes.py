@@ -65,3 +65,22 @@ COMPARES = frozenset({"eq", "ne"})
 
 # These compute no new numbers: half operands make an exact half result.
 EXACT = frozenset(name for name, c in RULES.items() if c is Category.CLEAR)
+
+# Results of these are views of their operand, or numbers that XLA repeats where they
+# are read: they are kept as their operand, if at all.
+VIEWS = frozenset(
+    {
+        "broadcast_in_dim",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "name",
+        "pvary",
+        "reshape",
+        "squeeze",
+        "stop_gradient",
+    }
+)
+
+# Of an operand whose elements are all one number, results of these are that number.
+MOVES_NUMBER = (VIEWS - {"name", "pvary"}) | {"convert_element_type", "transpose"}

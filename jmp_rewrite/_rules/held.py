@@ -24,7 +24,6 @@ CALLS = {
     "shard_map": ("shard_map", "jaxpr"),
     "xla_metadata_call": ("call", "jaxpr"),
 }
-LOOPS_AND_BRANCHES = frozenset({"cond", "scan", "while"})
 
 # Primitives that hold a jaxpr, or a kernel, and are left alone: the reason.
 LEFT_ALONE = {

@@ -10,7 +10,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import normal, weights
 
-from jmp_rewrite import _compat, diagnose, explain, full_precision, mixed_precision
+from jmp_rewrite import (
+    Policy,
+    diagnose,
+    explain,
+    full_precision,
+    mixed_precision,
+    use_passes,
+)
 
 POLICIES = sorted(HALF)
 B, T, H, D = 2, 24, 3, 8  # examples, places, heads, features of each
@@ -19,13 +26,20 @@ DROPPED = np.random.RandomState(0).rand(B, H, T, T) < 0.2
 SHORT = np.arange(T) < np.asarray([[T], [T - 9]])  # which keys are there
 
 
-@pytest.fixture(params=["stored", "features"])
-def as_tpu(request, monkeypatch):
+@pytest.fixture(params=["CPU", "TPU v4"])
+def as_tpu(request):
     """Runs a test twice: with the sums of this CPU, and with those of a TPU."""
-    is_tpu = request.param == "features"
-    if is_tpu:
-        monkeypatch.setattr(_compat, "is_for", lambda context, on: "tpu" in on)
-    return is_tpu
+    with use_passes(device=request.param):
+        yield
+
+
+def sums_of(fun, *args):
+    """Returns the sums that a TPU takes over features."""
+    with use_passes("attention_feature_sums"):
+        jaxpr = trace(fun, *args)
+    name = "pass:attention_feature_sums"
+    chosen = eqns(jaxpr, "by_device")
+    return [e for e in chosen if name in str(e.source_info.name_stack)]
 
 
 def softmax(scores):
@@ -158,7 +172,7 @@ def check_gradients(step, policy):
     params, x = arguments()
     reference = updates(step(params, x), params)
     rewritten = jax.jit(mixed_precision(step, policy))
-    (found,) = eqns(trace(rewritten, params, x), "feature_sum")
+    (found,) = sums_of(rewritten, params, x)
     assert found.outvars[0].aval.shape == (B, H, T)
     values = updates(rewritten(params, x), params)
     assert relative_error(values, reference) < 4 * EPS[policy]
@@ -191,7 +205,7 @@ def test_it_is_the_same_sum(as_tpu):
 
     expected = step(p, w)
     rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
-    assert len(eqns(trace(rewritten, p, w), "feature_sum")) == 1
+    assert len(sums_of(rewritten, p, w)) == 1
     bit_equal(rewritten(p, w), expected)
 
 
@@ -236,10 +250,21 @@ def test_what_is_another_sum_is_taken_as_it_was(why, as_tpu):
     step = step_of(*refused()[why])
     params, x = arguments()
     rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
-    assert not eqns(trace(rewritten, params, x), "feature_sum")
+    assert not sums_of(rewritten, params, x)
     reference = updates(step(params, x), params)
     values = updates(rewritten(params, x), params)
     assert relative_error(values, reference) < 4 * EPS["mixed_bfloat16"]
+
+
+def test_a_scope_of_the_policy_asks_as_well():
+    def named(scores):
+        with jax.named_scope("attend"):
+            return softmax(scores)
+
+    step, args = step_of(rows=named), arguments()
+    policy = Policy("mixed_bfloat16", scopes={"attend": "float32"})
+    assert len(sums_of(mixed_precision(step, "mixed_bfloat16"), *args)) == 1
+    assert not sums_of(mixed_precision(step, policy), *args)
 
 
 def test_a_loss_alone_is_left_alone():
@@ -251,7 +276,7 @@ def test_a_loss_alone_is_left_alone():
 
     wrapped = jax.grad(mixed_precision(loss, "mixed_bfloat16"))
     x, w = normal(B, T, WIDTH), normal(WIDTH, 3 * WIDTH)
-    assert not eqns(trace(wrapped, x, w), "feature_sum")
+    assert not sums_of(wrapped, x, w)
 
 
 class Layer(nn.Module):
@@ -291,7 +316,7 @@ def test_in_a_scan_over_checkpointed_layers(as_tpu):
     """The output is computed again in the same iteration."""
     step, params, x = scan_of_layers()
     rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))
-    (found,) = eqns(trace(rewritten, params, x), "feature_sum")
+    (found,) = sums_of(rewritten, params, x)
     assert found.outvars[0].aval.shape == (B, H, T)
     reference = updates(step(params, x), params)
     values = updates(rewritten(params, x), params)
@@ -308,7 +333,7 @@ def test_on_a_mesh(kind, as_tpu):
     with jax.set_mesh(mesh):
         x = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
         rewritten = mixed_precision(step_of(), "mixed_bfloat16")
-        found = eqns(trace(rewritten, params, x), "feature_sum")
+        found = sums_of(rewritten, params, x)
         values = jax.jit(rewritten)(params, x)
     assert len(found) == (kind == "Auto")
     assert (
@@ -335,7 +360,7 @@ def test_in_a_shard_map(check_vma, as_tpu):
         out_specs=P("data"),
         check_vma=check_vma,
     )
-    assert len(eqns(trace(everywhere, several, x), "feature_sum")) == 1
+    assert len(sums_of(everywhere, several, x)) == 1
     values = jax.tree.map(lambda w: w[1], jax.jit(everywhere)(several, x))
     reference = updates(step_of()(params, x), params)
     assert (
@@ -366,7 +391,7 @@ def test_reports_know_it():
     report = explain(step_of(), "mixed_bfloat16")(params, x)
     plain = explain(step_of(), "float32")(params, x)
     assert report.flops == plain.flops
-    (inserted,) = [e for e in report.equations if e.primitive == "feature_sum"]
-    assert "features" in inserted.reason
+    reasons = {e.reason for e in report.equations if e.primitive == "by_device"}
+    assert any(r.startswith("attention_feature_sums: ") for r in reasons)
     diagnosis = diagnose(step_of(), "mixed_bfloat16")(params, x)
     assert max(diagnosis.results.values()) < diagnosis.tolerance

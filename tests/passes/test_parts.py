@@ -8,19 +8,24 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import normal, weights
 
-from jmp_rewrite import _compat, diagnose, explain, mixed_precision
-from jmp_rewrite._precision import decide
+from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
 POLICIES = sorted(HALF)
 B, T, H, D = 2, 6, 3, 4  # examples, places, heads, features of each
 WIDTH = H * D
 
 
-@pytest.fixture(params=["stored", "parts"])
-def as_tpu(request, monkeypatch):
+@pytest.fixture(params=["CPU", "TPU v5e"])
+def as_tpu(request):
     """Runs a test twice: with the sums of this CPU, and with those of a TPU."""
-    if request.param == "parts":
-        monkeypatch.setattr(_compat, "is_for", lambda context, on: "tpu" in on)
+    with use_passes(device=request.param):
+        yield
+
+
+def without(step, *args, policy="mixed_bfloat16"):
+    """What a step returns where everything is reshaped first."""
+    with use_passes("-split_before_reshape"):
+        return mixed_precision(step, policy)(*args)
 
 
 def indexed(h):
@@ -103,12 +108,11 @@ def test_slices_are_of_the_product_and_parts_are_joined_for_it(way):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", (*WAYS.values(), repeated), ids=(*WAYS, "repeated"))
-def test_every_value_is_the_same(way, policy, monkeypatch):
+def test_every_value_is_the_same(way, policy):
     """To the bit: nothing is computed. Operation by operation, as XLA:CPU rounds."""
     params, x = arguments()
     apart = mixed_precision(step_of(way), policy)(params, x)
-    monkeypatch.setattr(decide, "parts_apart", lambda graph: {})
-    bit_equal(apart, mixed_precision(step_of(way), policy)(params, x))
+    bit_equal(apart, without(step_of(way), params, x, policy=policy))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -122,14 +126,13 @@ def test_the_gradients_are_as_good(way, policy, as_tpu):
 
 
 def test_on_tpus_a_bias_is_the_sum_of_each_part():
-    jaxpr = emitted(step_of(indexed), *arguments())
-    (sums,) = [
-        e
-        for e in eqns(jaxpr, "restore")
-        if e.params["on"] == ("tpu",) and e.outvars[0].aval.shape == (3 * WIDTH,)
-    ]
-    (made,) = [e for e in eqns(jaxpr, "concatenate") if e.outvars[0] is sums.invars[1]]
-    assert [v.aval.shape for v in made.invars] == [(WIDTH,)] * 3
+    found = {}
+    for device in ("CPU", "TPU v5e"):
+        with use_passes(device=device):
+            jaxpr = emitted(step_of(indexed), *arguments())
+        sums = joined_of(jaxpr, 3 * WIDTH)
+        found[device] = [[v.aval.shape for v in e.invars] for e in sums]
+    assert found == {"CPU": [], "TPU v5e": [[(WIDTH,)] * 3]}
 
 
 def loss_of(take):
@@ -166,7 +169,7 @@ def strided(h):
 
 
 @pytest.mark.parametrize("take", [gap, last, overlapping, strided])
-def test_gaps_are_zeros_and_what_is_no_part_is_left(take, monkeypatch):
+def test_gaps_are_zeros_and_what_is_no_part_is_left(take):
     w, x = (jnp.asarray(normal(*s)) for s in ((8, 24), (T, 8)))
     step = loss_of(take)
     found = joined_of(emitted(step, w, x), T, 24)
@@ -174,8 +177,7 @@ def test_gaps_are_zeros_and_what_is_no_part_is_left(take, monkeypatch):
     if take is gap:
         assert [v.aval.shape[1] for v in found[0].invars] == [12, 6, 6]
     values = mixed_precision(step, "mixed_bfloat16")(w, x)
-    monkeypatch.setattr(decide, "parts_apart", lambda graph: {})
-    bit_equal(values, mixed_precision(step, "mixed_bfloat16")(w, x))
+    bit_equal(values, without(step, w, x))
 
 
 def test_a_part_that_is_there_twice():
@@ -229,7 +231,7 @@ def test_reports_know_parts():
     plain = explain(step_of(indexed), "float32")(params, x)
     assert report.flops == plain.flops
     assert {e.line for e in report.equations} >= {e.line for e in plain.equations}
-    inserted = [e for e in report.equations if "takes apart or joins" in e.reason]
+    inserted = [e for e in report.equations if "split_before_reshape" in e.reason]
     assert {e.primitive for e in inserted} >= {"concatenate"}
     diagnosis = diagnose(step_of(indexed), "mixed_bfloat16")(params, x)
     assert max(diagnosis.results.values()) < diagnosis.tolerance

@@ -1,41 +1,64 @@
-"""What a scan adds up over its iterations, as one product behind it.
-
-The backward pass of a recurrent network adds a product to each weight's gradient in
-every iteration. In half that sum would stall, 256 + 1 being 256 in bfloat16, so it is
-float32, and then each iteration reads and writes it at four bytes an element: more than
-half of a bidirectional LSTM's cycles on a TPU v5e. But a product adds up what it
-contracts in float32 as it goes, and over as many iterations as one likes:
-
-    sum_t a_t' b_t  =  [a_1; ...; a_T]' [b_1; ...; b_T]
-
-So the operands are stacked, in half, as the forward pass has stacked most of them
-already, and the sum is one product behind the loop. What the iterations made of such an
-operand and stacked, the gradient of the loop's inputs, is another one; and so is the
-sum of the operand itself, the gradient of a bias.
-
-This is done where it moves fewer bytes, and where the new stacks are no larger than
-those that the loop reads: a loop over microbatches, which is there to save memory, has
-none of its activations stacked. See `benchmarks/NOTES.md`, 35.
-"""
+"""What a scan adds up over its iterations, as one product behind it."""
 
 from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import (
-    Graph,
-    Inner,
-    Instance,
-    elements,
-    is_float32,
-    is_literal,
-)
-from jmp_rewrite._precision.cost import reads_half
-from jmp_rewrite._precision.pins import Pins
+from jmp_rewrite._graph.nodes import elements
+from jmp_rewrite._passes.behind import put_behind
+from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._passes.match import is_float, is_float32, is_half_product, is_widening
+
+
+def sums_behind_loops(editor: Editor) -> None:
+    """What a loop adds up of products is one product of stacks, behind the loop.
+
+    The backward pass of a recurrent network adds a product to each weight's gradient in
+    every iteration. In half that sum would stall, 256 + 1 being 256 in bfloat16, so it
+    is float32, and then each iteration reads and writes it at four bytes an element.
+    But a product adds up what it contracts in float32 as it goes, and over as many
+    iterations as one likes:
+
+        sum_t a_t' b_t  =  [a_1; ...; a_T]' [b_1; ...; b_T]
+
+    So the operands are stacked, in half, as the forward pass has stacked most of them
+    already, and the sum is one product behind the loop. What the iterations made of
+    such an operand and stacked, the gradient of the loop's inputs, is another one; and
+    so is the sum of the operand itself, the gradient of a bias. This is done where it
+    moves fewer bytes, and where the new stacks are no larger than those that the loop
+    reads: a loop over microbatches, which is there to save memory, has none of its
+    activations stacked.
+
+    On all devices, in whole train steps.
+
+    Gain: more than half of a bidirectional LSTM's cycles on a TPU v5e
+    (`benchmarks/NOTES.md`, 35).
+    """
+    for body in reversed(editor.bodies):  # inner loops first, and later ones
+        for index, eqn in reversed(list(body.find("scan"))):
+            sums = _sums_of(editor, body, index, eqn)
+            if sums is not None and sums.carries:
+                put_behind(editor, body, index, sums)
+                editor.commit()
+
+
+def _sums_of(editor: Editor, body: Body, index: int, eqn: Any) -> Sums | None:
+    length = eqn.params.get("length")
+    if not isinstance(length, int) or length < 2:
+        return None
+    if any(m.rewritten for m in editor.marks(body, index)):
+        return None
+    (inner,) = body.held[index]
+    loop = _Loop(editor, inner, eqn)
+    if not any(map(loop.is_full_product, range(len(inner.eqns)))):
+        return None
+    loop.read()
+    return loop.sums()
+
 
 # A sum over the iterations may be taken before these as well as after them.
 _LINEAR = frozenset(
@@ -57,7 +80,8 @@ _LINEAR = frozenset(
 )
 _ADDS = ("add", "add_any")
 # These compute nothing: of equal operands they have equal results, rounded or not.
-_MOVES = _LINEAR - {"add", "add_any", "sub"}
+_CAST = "convert_element_type"
+_MOVES = (_LINEAR - {"add", "add_any", "sub"}) | {_CAST}
 
 # Bytes that an iteration moves: a sum is read and written in float32, an operand is
 # written and read again in half.
@@ -72,8 +96,9 @@ class Sums(NamedTuple):
       results: the results of the body that are stacked and are products of what is
         stacked for these, by position.
       equations: indices of the equations of the body that stand behind the loop.
-      stacks: the variables of the body whose half copies are stacked.
+      stacks: the half variables of the body that are stacked for these.
       stack_of: variable that these equations read -> the one that is stacked for it.
+      given: variable of the body -> the parameter that it is a slice, or a cast, of.
     """
 
     carries: tuple[int, ...]
@@ -81,40 +106,7 @@ class Sums(NamedTuple):
     equations: frozenset[int]
     stacks: tuple[Any, ...]
     stack_of: dict[Any, Any]
-
-
-NO_SUMS = Sums((), (), frozenset(), (), {})
-
-
-def sums_behind_loops(
-    graph: Graph, pins: Pins, halves: Sequence[bool]
-) -> dict[Instance, Sums]:
-    """Returns for the bodies of scans what is computed behind them.
-
-    Args:
-      graph: the program, a whole step.
-      pins: what numerics said.
-      halves: which results are half, that is, stored.
-    """
-    found = {}
-    for eqn, inner in _scans(graph):
-        (use,) = inner.bodies
-        body = _Body(pins, halves, eqn, use)
-        if any(map(body.is_full_product, range(len(body.eqns)))):
-            body.read()
-            sums = body.sums()
-            if sums.carries:
-                found[use] = sums
-    return found
-
-
-def _scans(graph: Graph) -> Iterator[tuple[Any, Inner]]:
-    for use in graph.uses():
-        eqns = _compat.open_jaxpr(use.jaxpr).eqns
-        for index, inner in use.inner.items():
-            length = eqns[index].params.get("length")
-            if inner.kind == "scan" and isinstance(length, int) and length > 1:
-                yield eqns[index], inner
+    given: dict[Any, Any]
 
 
 class _Terms(NamedTuple):
@@ -138,88 +130,76 @@ def _together(sums: Iterable[_Terms]) -> _Terms:
     return functools.reduce(_Terms.and_, sums, _Terms())
 
 
-class _Body:
+class _Loop:
     """The body of a scan, and who makes and reads what in it."""
 
-    def __init__(
-        self, pins: Pins, halves: Sequence[bool], eqn: Any, use: Instance
-    ) -> None:
-        self._pins, self._halves, self._use = pins, halves, use
-        body = _compat.open_jaxpr(use.jaxpr)
-        self.eqns = body.eqns
+    def __init__(self, editor: Editor, body: Body, eqn: Any) -> None:
+        self._half, self._body, self.eqns = editor.half, body, body.eqns
         consts, carries = _compat.scan_split(eqn.params)
-        self._consts = {*body.constvars, *body.invars[:consts]}
+        self._consts = set(body.invars[:consts])
         self._carries = body.invars[consts : consts + carries]
-        self._xs = body.invars[consts + carries :]
+        self._xs = set(body.invars[consts + carries :])
         self._handed_on = body.outvars[:carries]
         self._stacked = body.outvars[carries:]
 
     # ---- equations
 
     def is_full_product(self, index: int) -> bool:
-        """Tells a product of half operands with a float32 result."""
+        """Whether it is a product of half operands with a float32 result."""
         return self._is_full(index) and self._is_product(index)
 
     def _is_product(self, index: int) -> bool:
-        node, eqn = self._node(index), self.eqns[index]
-        if node < 0 or eqn.primitive.name != "dot_general":
+        eqn = self.eqns[index]
+        if eqn.primitive.name != "dot_general":
             return False
-        return reads_half(node, self._pins) and all(
-            is_float32(v.aval) and not is_literal(v) for v in eqn.invars
+        return is_half_product(eqn, self._half) and not any(
+            map(_is_literal, eqn.invars)
         )
 
     def _is_full(self, index: int) -> bool:
-        """Tells an equation of its own whose results are float32."""
-        return self._node(index) >= 0 and not self._is_half(index)
-
-    def _is_half(self, index: int) -> bool:
-        node = self._node(index)
-        return node >= 0 and self._halves[node]
-
-    def _node(self, index: int) -> int:
-        entry = self._use.nodes[index]
-        alone = isinstance(entry, int) and index not in self._use.inner
-        return entry if alone else -1
+        """Whether an equation that holds nothing has float32 results."""
+        outvars = self.eqns[index].outvars
+        return index not in self._body.held and bool(outvars) and is_float32(outvars[0])
 
     # ---- who makes and reads what
 
     def read(self) -> None:
         """Notes who makes what, who reads it, and what is the same."""
-        self._maker: dict[Any, int] = {}
+        self._maker = self._body.maker
         self._readers: dict[Any, set[int]] = {}
         self._varies = {*self._carries, *self._xs}
         self._first: dict[Any, Any] = {}
-        self._rounded: dict[Any, Any] = {}
+        self._given = {v: v for v in (*self._consts, *self._xs)}
         self._terms: dict[Any, _Terms | None] = {}
         known: dict[Any, Sequence[Any]] = {}
         for index, eqn in enumerate(self.eqns):
-            operands = self._use.operands(index, eqn)
-            variables = [v for v in operands if not is_literal(v)]
+            variables = [v for v in eqn.invars if not _is_literal(v)]
             for var in variables:
                 self._readers.setdefault(var, set()).add(index)
             if not self._varies.isdisjoint(variables):
                 self._varies.update(eqn.outvars)
             alike: Sequence[Any] = eqn.outvars
-            if eqn.primitive.name in _MOVES and len(variables) == len(operands):
+            if eqn.primitive.name in _MOVES and len(variables) == len(eqn.invars):
                 firsts = tuple(map(self._same, variables))
                 key = eqn.primitive, firsts, str(eqn.params)
                 alike = known.setdefault(key, alike)
-            for var, first in zip(eqn.outvars, alike, strict=True):
-                self._maker[var] = index
-                self._first[var] = first
-                if self._is_half(index):
-                    self._rounded.setdefault(first, var)
+            self._first.update(zip(eqn.outvars, alike, strict=True))
+            if (
+                eqn.primitive.name == _CAST
+                and variables
+                and variables[0] in self._given
+            ):
+                if eqn.outvars[0].aval.dtype == self._half:
+                    self._given[eqn.outvars[0]] = self._given[variables[0]]
         outvars = (*self._handed_on, *self._stacked)
-        self._returned = collections.Counter(v for v in outvars if not is_literal(v))
+        self._returned = collections.Counter(v for v in outvars if not _is_literal(v))
 
     def _same(self, var: Any) -> Any:
         """Returns the first variable that holds the same value."""
         return self._first.get(var, var)
 
-    def _stack_of(self, var: Any) -> Any:
-        """Returns the variable that is stacked for this one: one that is half."""
-        first = self._same(var)
-        return self._rounded.get(first, first)
+    def _is_slice(self, var: Any) -> bool:
+        return self._given.get(var) in self._xs
 
     # ---- sums
 
@@ -230,21 +210,22 @@ class _Body:
         sums = self._alone(self._worthwhile(sums))
         terms = _together(sums.values())
         read = [*self._operands(terms.products), *terms.leaves]
-        stack_of = {v: self._stack_of(v) for v in read}
+        stack_of = {v: self._same(v) for v in read}
         results, equations = [], set(terms.equations)
         for position, var in enumerate(self._stacked, len(self._carries)):
-            product = self._product_of_stacks(var, stack_of)
-            if product >= 0:
+            products = self._products_of_stacks(var, stack_of)
+            if products:
                 results.append(position)
-                equations.add(product)
-                varying = [v for v in self._operands([product]) if v in self._varies]
-                stack_of.update((v, self._stack_of(v)) for v in varying)
+                equations.update(products)
+                varying = [v for v in self._operands(products) if v in self._varies]
+                stack_of.update((v, self._same(v)) for v in varying)
         return Sums(
             tuple(sums),
             tuple(results),
             frozenset(equations),
-            tuple(map(self._stack_of, self._new_stacks(terms))),
+            tuple(map(self._same, self._new_stacks(terms))),
             stack_of,
+            self._given,
         )
 
     def _sum(self, position: int) -> _Terms | None:
@@ -269,7 +250,7 @@ class _Body:
 
     def _made_of(self, var: Any) -> _Terms | None:
         """Returns of which products a value is made by linear operations alone."""
-        if is_literal(var) or var not in self._maker:
+        if _is_literal(var) or var not in self._maker:
             return None
         if var not in self._terms:
             self._terms[var] = self._made_by(self._maker[var])
@@ -283,7 +264,10 @@ class _Body:
         if not self._is_full(index):
             return None
         if eqn.primitive.name == "reduce_sum":
-            return _Terms(here, leaves=frozenset(eqn.invars))
+            cast = self._body.made_by(eqn.invars[0], _CAST)
+            if not is_widening(cast, self._half):
+                return None  # it is read unrounded
+            return _Terms(here, leaves=frozenset(cast.invars))
         if eqn.primitive.name not in _LINEAR:
             return None
         terms = [self._made_of(v) for v in eqn.invars]
@@ -301,7 +285,7 @@ class _Body:
                 alone = all(
                     self._is_read_in(terms.equations, ends, i) for i in own.equations
                 )
-                alone &= all(self._is_stacked(v, stacked) for v in own.leaves)
+                alone &= all(self._same(v) in stacked for v in own.leaves)
                 read = self._operands(own.products)
                 if alone and not any(
                     self._is_made_by(v, terms.equations) for v in read
@@ -319,14 +303,9 @@ class _Body:
         )
 
     def _is_made_by(self, var: Any, equations: Set[int]) -> bool:
-        """Tells an operand that is a sum itself, or what is stacked for it."""
-        makers = {self._maker.get(v, -1) for v in (var, self._stack_of(var))}
+        """Whether an operand is a sum itself, or what is stacked for it."""
+        makers = {self._maker.get(v, -1) for v in (var, self._same(var))}
         return not makers.isdisjoint(equations)
-
-    def _is_stacked(self, var: Any, stacked: Set[Any]) -> bool:
-        """Tells a value that is read rounded, and whose rounded copies are stacked."""
-        index = self._maker.get(var, -1)
-        return index >= 0 and self._is_half(index) and self._same(var) in stacked
 
     def _operands(self, products: Iterable[int]) -> list[Any]:
         return [v for i in sorted(products) for v in self.eqns[i].invars]
@@ -334,11 +313,11 @@ class _Body:
     def _new_stacks(self, terms: _Terms) -> list[Any]:
         """Returns what products contract, each value once, that is no stack yet."""
         values = dict.fromkeys(map(self._same, self._operands(terms.products)))
-        return [v for v in values if v not in self._xs]
+        return [v for v in values if not self._is_slice(v)]
 
     def _worthwhile(self, sums: dict[int, _Terms]) -> dict[int, _Terms]:
         """Returns the sums that move fewer bytes and need no more memory."""
-        room = elements([v.aval for v in self._xs if is_float32(v.aval)])
+        room = elements([v.aval for v in self._xs if is_float(v)])
         kept: dict[int, _Terms] = {}
         for group in self._groups(sums):
             added = elements([self._carries[k].aval for k in group])
@@ -354,7 +333,8 @@ class _Body:
         groups: list[tuple[set[Any], set[int]]] = []
         for position, terms in sums.items():
             read = {*self._operands(terms.products), *terms.leaves}
-            parts = {*map(self._same, read), *terms.equations} - set(self._xs)
+            values = {v for v in map(self._same, read) if not self._is_slice(v)}
+            parts = {*values, *terms.equations}
             members = {position}
             apart = []
             for others, group in groups:
@@ -365,15 +345,19 @@ class _Body:
             groups = [*apart, (parts, members)]
         return [members for _, members in groups]
 
-    def _product_of_stacks(self, var: Any, stack_of: dict[Any, Any]) -> int:
-        """Returns what makes a stacked result of a stack and a constant; -1 if not."""
-        if is_literal(var) or self._readers.get(var) or self._returned[var] != 1:
-            return -1
+    def _products_of_stacks(self, var: Any, stack_of: dict[Any, Any]) -> list[int]:
+        """Returns what makes a stacked result of a stack and a constant."""
+        if _is_literal(var) or self._readers.get(var) or self._returned[var] != 1:
+            return []
         index = self._maker.get(var, -1)
         if index < 0 or not self._is_product(index):
-            return -1
+            return []
         eqn = self.eqns[index]
-        fixed = [v in self._consts for v in eqn.invars]
-        stacked = [self._stack_of(v) in stack_of.values() for v in eqn.invars]
+        fixed = [self._given.get(v) in self._consts for v in eqn.invars]
+        stacked = [self._same(v) in stack_of.values() for v in eqn.invars]
         one_each = fixed == [not x for x in stacked] and any(fixed) and any(stacked)
-        return index if one_each and eqn.params["out_sharding"] is None else -1
+        return [index] if one_each and eqn.params["out_sharding"] is None else []
+
+
+def _is_literal(atom: Any) -> bool:
+    return hasattr(atom, "val")
