@@ -232,5 +232,6 @@ def test_sizes_of_collectives_are_those_of_the_results():
                 for k, v in row.items()
                 if k.startswith("reduced")
             ]
-            cells += [f"{row['gathered'] >> 20}", f"{reduced >> 20} ({kind})"]
+            gathered, reduced = (int(v) >> 20 for v in (row["gathered"], reduced))
+            cells += [f"{gathered}", f"{reduced} ({kind})"]
         assert f"| {title} | {' | '.join(cells)} |" in text
