@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
@@ -130,6 +130,45 @@ def _together(sums: Iterable[_Terms]) -> _Terms:
     return functools.reduce(_Terms.and_, sums, _Terms())
 
 
+class _Numbers:
+    """Numbers values: equal ones, moved and cast in any order, have one number."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+        self._terms: list[Any] = []
+        self._of: dict[Any, int] = {}
+
+    def of_results(self, eqn: Any) -> list[int]:
+        """Returns the numbers of the results of a cast or a move."""
+        read = tuple(self._of[v] if v in self._of else self._own(v) for v in eqn.invars)
+        params = str(eqn.params)
+        if eqn.primitive.name == _CAST:
+            found = [self._cast(read[0], params)]
+        else:
+            count = range(len(eqn.outvars))
+            found = [self._number((eqn.primitive, read, params, k)) for k in count]
+        self._of.update(zip(eqn.outvars, found, strict=True))
+        return found
+
+    def _own(self, var: Any) -> int:
+        self._of[var] = self._number((None, (), "", var))
+        return self._of[var]
+
+    def _cast(self, number: int, params: str) -> int:
+        """Numbers a cast of what is moved as what is cast and moved then."""
+        primitive, read, how, k = self._terms[number]
+        if primitive is None or primitive == _CAST:
+            return self._number((_CAST, (number,), params, 0))
+        inside = tuple(self._cast(n, params) for n in read)
+        return self._number((primitive, inside, how, k))
+
+    def _number(self, term: Any) -> int:
+        if term not in self._known:
+            self._known[term] = len(self._terms)
+            self._terms.append(term)
+        return self._known[term]
+
+
 class _Loop:
     """The body of a scan, and who makes and reads what in it."""
 
@@ -171,19 +210,17 @@ class _Loop:
         self._first: dict[Any, Any] = {}
         self._given = {v: v for v in (*self._consts, *self._xs)}
         self._terms: dict[Any, _Terms | None] = {}
-        known: dict[Any, Sequence[Any]] = {}
+        numbers = _Numbers()
+        first: dict[int, Any] = {}
         for index, eqn in enumerate(self.eqns):
             variables = [v for v in eqn.invars if not _is_literal(v)]
             for var in variables:
                 self._readers.setdefault(var, set()).add(index)
             if not self._varies.isdisjoint(variables):
                 self._varies.update(eqn.outvars)
-            alike: Sequence[Any] = eqn.outvars
             if eqn.primitive.name in _MOVES and len(variables) == len(eqn.invars):
-                firsts = tuple(map(self._same, variables))
-                key = eqn.primitive, firsts, str(eqn.params)
-                alike = known.setdefault(key, alike)
-            self._first.update(zip(eqn.outvars, alike, strict=True))
+                alike = zip(eqn.outvars, numbers.of_results(eqn), strict=True)
+                self._first.update((v, first.setdefault(n, v)) for v, n in alike)
             if (
                 eqn.primitive.name == _CAST
                 and variables
