@@ -40,6 +40,7 @@ from jmp_rewrite import Policy, explain, mixed_precision  # noqa: E402
 from jmp_rewrite._cost import devices, hlo  # noqa: E402
 from jmp_rewrite._cost.compile import Job, compile_jobs  # noqa: E402
 from jmp_rewrite._cost.program import lower  # noqa: E402
+from jmp_rewrite._policy import as_policy  # noqa: E402
 
 WIDTH, LAYERS, ROWS = 1024, 4, 512
 TX = optax.adam(1e-3)
@@ -100,7 +101,7 @@ def models(mesh: Mesh) -> dict[str, Callable[..., Any]]:
     }
 
 
-def make_step(net: Callable[..., Any], policy: str, outside: bool) -> Any:
+def make_step(net: Callable[..., Any], policy: str | Policy, outside: bool) -> Any:
     """Returns the train step; `outside` decorates the loss alone."""
     half = mixed_precision
 
@@ -118,7 +119,7 @@ def make_step(net: Callable[..., Any], policy: str, outside: bool) -> Any:
 
 
 def compile_text(
-    net: Any, policy: str, outside: bool, mesh: Any, scan: bool, target: str
+    net: Any, policy: str | Policy, outside: bool, mesh: Any, scan: bool, target: str
 ) -> str:
     """Compiles a train step ahead of time and returns its text."""
 
@@ -139,9 +140,11 @@ def compile_text(
     step = jax.jit(make_step(net, policy, outside), out_shardings=out)
     if target == "cpu":
         return step.lower(*state, batch, batch).compile().as_text()
-    subject = explain(step, "float32")(*state, batch, batch).subject
+    # An explicit policy wins over that of a decorated step.
+    given = Policy("float32") if outside else as_policy(policy)
+    subject = explain(step, given)(*state, batch, batch).subject
     on = devices.target(target)
-    job = Job(on, lower(subject.program(Policy("float32")), on))
+    job = Job(on, lower(subject.program(given), on))
     [found] = compile_jobs([job], TIME_LIMIT)
     if "error" in found.answer:
         raise RuntimeError(found.answer["error"])
@@ -156,11 +159,13 @@ def traffic(text: str) -> dict[str, float]:
     return dict(found)
 
 
+REDUCED = Policy("mixed_bfloat16", reduce_dtype="bfloat16")
 WAYS = {
     # name: (policy, decorates the loss alone, matrix precision)
     "float32": ("float32", False, None),
     "float32, highest": ("float32", False, "highest"),
     "mixed_bfloat16": ("mixed_bfloat16", False, None),
+    "mixed_bfloat16, reduced in half": (REDUCED, False, None),
     "mixed_float16": ("mixed_float16", False, None),
     "mixed_bfloat16, loss alone": ("mixed_bfloat16", True, None),
     "mixed_float16, loss alone": ("mixed_float16", True, None),

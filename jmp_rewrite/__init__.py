@@ -5,7 +5,10 @@ from jmp_rewrite._diagnose.diagnose import diagnose as diagnose
 from jmp_rewrite._diagnose.diagnosis import Diagnosis as Diagnosis
 from jmp_rewrite._explain.explain import explain as explain
 from jmp_rewrite._explain.report import Report as Report
+from jmp_rewrite._graph.half import compute_dtype as compute_dtype
+from jmp_rewrite._graph.half import half_precision as half_precision
 from jmp_rewrite._graph.scopes import full_precision as full_precision
+from jmp_rewrite._inference.inference import for_inference as for_inference
 from jmp_rewrite._loss_scaling.leaves import all_finite as all_finite
 from jmp_rewrite._loss_scaling.state import LossScaleState as LossScaleState
 from jmp_rewrite._loss_scaling.state import loss_scale_state as loss_scale_state

@@ -4,7 +4,9 @@ What the training alone needs (scikit-learn, matplotlib, rich) is imported when 
 """
 
 import argparse
+import difflib
 import importlib.util
+import logging
 import os
 import pathlib
 import sys
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
+import numpy as np
 
 import jmp_rewrite
 from jmp_rewrite._devices import why_auto_is_float32
@@ -60,6 +63,13 @@ def _policy(text: str) -> str:
 
 def _policies(text: str) -> list[str]:
     return [_policy(name) for name in text.split(",")]
+
+
+def _half_dtype(text: str) -> str:
+    dtype = Policy(_policy(text)).compute_dtype
+    if dtype == np.float32:
+        raise argparse.ArgumentTypeError(f"expected bfloat16 or float16, got {text!r}")
+    return str(dtype)
 
 
 def _png(text: str) -> pathlib.Path:
@@ -135,7 +145,7 @@ def _train(argv: Sequence[str]) -> None:
     report.save_figure(runs, args.out)
     _print(report.table(runs))
     if note := report.slow_note(args.policies):
-        print(note)
+        _print(f"{note}\n")
     print(f"The curves are in {args.out}.")
 
 
@@ -191,7 +201,7 @@ def _print(renderable: Any) -> None:
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 100
-    Console(width=width).print(renderable)
+    Console(width=width, highlight=False).print(renderable)
 
 
 def _rules(argv: Sequence[str]) -> None:
@@ -202,7 +212,8 @@ def _rules(argv: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=("bfloat16", "float16"),
+        type=_half_dtype,
+        metavar="{bfloat16,float16}",
         default="float16",
         help="the compute dtype (default: %(default)s)",
     )
@@ -232,6 +243,8 @@ def _devices(argv: Sequence[str]) -> None:
         "types where it gets float32)",
     )
     policy = parser.parse_args(argv).policy
+    # What is printed need not be logged to the same terminal.
+    logging.getLogger("jmp_rewrite").addHandler(logging.NullHandler())
     if policy is None and (why := why_auto_is_float32()):
         print(f"{why}.\n")
         print("\n\n".join(str(check_device(Policy(name))) for name in POLICIES[1:]))
@@ -312,6 +325,11 @@ def _estimate(argv: Sequence[str]) -> None:
             print(f"\n{cost.largest_batch()}", end="")
         if args.html:
             cost.save_html(args.html)
+    except ModuleNotFoundError as error:
+        module = args.function.partition(":")[0]
+        if error.name not in (module, module.partition(".")[0]):
+            parser.exit(1, f"{parser.prog}: {error}\n")
+        parser.error(f"there is no module {error.name!r}: is it on the path?")
     except ImportError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     except (OSError, TypeError, ValueError) as error:
@@ -339,7 +357,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "passes": _passes,
         "estimate": _estimate,
     }
-    command = commands.get(argv[0] if argv else "")
+    name = argv[0] if argv else ""
+    command = commands.get(name)
+    if name and not command and not name.startswith("-"):
+        near = difflib.get_close_matches(name, commands, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        _Parser(prog=PROG).error(
+            f"expected one of the commands {', '.join(commands)}, got {name!r}{hint}"
+        )
     try:
         command(argv[1:]) if command else _train(argv)
         sys.stdout.flush()

@@ -222,3 +222,47 @@ def pure_call(
 
         return _nnx.split(fun, args, kwargs, wraps)
     return contextlib.nullcontext((fun, args, kwargs, lambda result: result))
+
+
+def user_result(results: Any) -> tuple[Any, int]:
+    """Returns what `fun` itself returns, of the result of a `pure_call`.
+
+    With it comes the number of arrays before it: changes of modules.
+    """
+    if "flax.nnx" not in sys.modules:
+        return results, 0
+    changes, result = results
+    return result, len(tree_util.tree_leaves(changes))
+
+
+def changed(arguments: Any, results: Any) -> dict[int, int]:
+    """Returns which results of a `pure_call` are changes of modules among arguments.
+
+    Args:
+      arguments: of the function that `pure_call` gives.
+      results: its results.
+
+    Returns:
+      Number of an array among the results -> of the array that it takes the place of.
+    """
+    if "flax.nnx" not in sys.modules:
+        return {}
+    flat = tree_util.tree_flatten_with_path
+    places = {path: i for i, (path, _) in enumerate(flat(arguments)[0])}
+    old = tree_util.tree_leaves(arguments)
+    return {
+        i: places[path]
+        for i, (path, new) in enumerate(flat(results[0])[0])
+        if path in places
+        and new.shape == old[places[path]].shape
+        and new.dtype == old[places[path]].dtype
+    }
+
+
+def merged(args: Any) -> Any:
+    """Returns arguments of a `pure_call` as `fun` takes them, in new modules."""
+    if "flax.nnx" not in sys.modules:
+        return args
+    from jmp_rewrite import _nnx  # it imports Flax
+
+    return _nnx.merged(args)

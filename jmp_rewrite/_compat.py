@@ -379,6 +379,23 @@ def lays_out(sharding: Any) -> bool:
     return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
+def is_plain_call(eqn: Any) -> bool:
+    """Whether a call asks for no sharding, layout or compiler option."""
+    params = eqn.params
+    shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    layouts = [*params.get("in_layouts", ()), *params.get("out_layouts", ())]
+    return (
+        all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
+        and all(layout is None for layout in layouts)
+        and not params.get("compiler_options_kvs")
+    )
+
+
+def is_dropped(var: Any) -> bool:
+    """Tells a result that nothing reads, and that has no name."""
+    return type(var).__name__ == "DropVar"
+
+
 def is_reference(aval: Any) -> bool:
     """Tells the type of a mutable array reference."""
     return hasattr(aval, "inner_aval")

@@ -135,6 +135,11 @@ def _merge(tree: Any, is_inner: bool) -> Any:
     )
 
 
+def merged(tree: Any) -> Any:
+    """Puts modules that were taken apart together again, as new ones."""
+    return _merge(tree, is_inner=True)
+
+
 def _is_parts(x: Any) -> bool:
     return isinstance(x, _Parts)
 

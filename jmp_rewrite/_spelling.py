@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Mapping
 from types import EllipsisType, MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import jax
 import ml_dtypes
@@ -23,6 +23,7 @@ PolicyName: TypeAlias = Literal[
     "float16",
     "bf16",
     "fp16",
+    "fp32",
     "f16",
     "f32",
 ]
@@ -64,16 +65,17 @@ _KNOWN = (
 
 # https://github.com/google-deepmind/jmp, jmp/_src/policy.py: get_policy, parse_dtype
 _JMP_KEYS = {"p": "params", "c": "compute", "o": "output"}
-_SHORT = {
+_JMP_DTYPES = {
     "f16": "float16",
     "fp16": "float16",
     "bf16": "bfloat16",
     "f32": "float32",
+    "fp32": "float32",
+    "full": "float32",
 }
-_JMP_DTYPES = {**_SHORT, "full": "float32"}
-_NAMES = ("mixed_bfloat16", "mixed_float16", *DTYPES, "auto", *_SHORT)
+_NAMES: tuple[str, ...] = get_args(PolicyName)
 # Below this likeness a suggestion is a guess: "half" might be either half dtype.
-_ALIKE = 0.6
+_ALIKE, _VERY_ALIKE = 0.6, 0.75
 
 
 def as_written(given: Any) -> Any:
@@ -119,11 +121,28 @@ def parse_compute_dtype(written: str) -> str:
     if "=" in written:
         return _parse_jmp(written)
     try:
-        return dtype_name(_SHORT.get(written, written))
+        return dtype_name(written)
     except ValueError:
-        near = difflib.get_close_matches(written, _NAMES, n=1, cutoff=_ALIKE)
-        hint = f": did you mean {near[0]!r}?" if near else ""
+        near = _nearest(written)
+        hint = f": did you mean {near!r}?" if near else ""
         raise ValueError(f"expected {_KNOWN}; got {written!r}{hint}") from None
+
+
+def _nearest(written: str) -> str | None:
+    """Returns the policy that is most like what was written, if any is.
+
+    A part that is a name says more than the letters: "bf16-mixed" and "fp16_O1".
+    """
+    small = written.strip().lower()
+    parts = [part for part in re.split(r"[^a-z0-9]+", small) if part in _NAMES]
+    for found in (
+        difflib.get_close_matches(small, _NAMES, n=1, cutoff=_VERY_ALIKE),
+        parts,
+        difflib.get_close_matches(small, _NAMES, n=1, cutoff=_ALIKE),
+    ):
+        if found:
+            return found[0]
+    return None
 
 
 def parse_reduce_dtype(given: Any, compute_dtype: str) -> str | None:
@@ -135,7 +154,7 @@ def parse_reduce_dtype(given: Any, compute_dtype: str) -> str | None:
         f"{'which auto leaves open' if compute_dtype == 'auto' else compute_dtype}"
     )
     try:
-        name = dtype_name(_SHORT.get(given, given) if isinstance(given, str) else given)
+        name = dtype_name(given)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{expected}; got {given!r}") from None
     if name not in ("float32", compute_dtype):
@@ -173,7 +192,8 @@ def _parse_rule(key: object) -> str:
     if not isinstance(key, str):
         raise TypeError(f"expected a primitive's name or a Primitive, got {key!r}")
     if key not in RULES:
-        (nearest,) = difflib.get_close_matches(key, RULES, n=1, cutoff=0.0)
+        longer = [name for name in RULES if name.startswith(f"{key}_")]  # "dot"
+        (nearest,) = difflib.get_close_matches(key, longer or RULES, n=1, cutoff=0.0)
         raise ValueError(
             "expected the name of a JAX primitive, as jax.make_jaxpr prints it, got "
             f"{key!r}: the nearest is {nearest!r}; for one of your own, give the "

@@ -54,9 +54,9 @@ def make_train_step(
         with `has_aux`. The loss is not scaled.
 
     Raises:
-        ValueError: `loss_fn` is not a function, `tx` is not an optax transformation, or
-            the policy asks for loss scaling and `tx` has none (for a default policy,
-            when the step is called).
+        ValueError: `loss_fn` is not a function or does not return what `has_aux` says,
+            `tx` is not an optax transformation, or the policy asks for loss scaling and
+            `tx` has none (for a default policy, when the step is called).
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -90,8 +90,7 @@ def make_train_step(
             _check_needs_no_scaling(policy)
 
         def full_loss(params: Any) -> tuple[Any, Any]:
-            out = loss_fn(params, batch)
-            loss, aux = out if has_aux else (out, None)
+            loss, aux = _loss_and_aux(loss_fn(params, batch), has_aux)
             return (scale_loss(loss, opt_state) if scaled else loss), aux
 
         def value_fn(params: Any, **_: Any) -> Any:
@@ -107,6 +106,17 @@ def make_train_step(
     return jax.jit(
         mixed_precision(step, policy), donate_argnums=(0, 1) if donate else ()
     )
+
+
+def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
+    is_tuple = isinstance(out, tuple | list)
+    if is_tuple != has_aux or (has_aux and len(out) != 2):
+        what = f"a {type(out).__name__}" + (f" of {len(out)}" if is_tuple else "")
+        raise ValueError(
+            f"expected loss_fn to return {'(loss, aux)' if has_aux else 'a loss'} with "
+            f"has_aux={has_aux}, got {what}"
+        )
+    return out if has_aux else (out, None)
 
 
 def enable_mixed_precision_graph_rewrite(

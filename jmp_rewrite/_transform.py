@@ -6,6 +6,7 @@ Trace, decide, emit. Pytrees end here, and in `_arguments.py`.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -32,12 +33,17 @@ from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._emit import program
 from jmp_rewrite._emit.emit import Emitter
 from jmp_rewrite._emit.later import Later
-from jmp_rewrite._graph import build, nodes
+from jmp_rewrite._emit.store import store
+from jmp_rewrite._graph import build, nodes, region
+from jmp_rewrite._graph.equal import computed_once
+from jmp_rewrite._graph.half import has_half_precision
+from jmp_rewrite._graph.region import FLOAT32, Region
 from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import decide as _plan
 from jmp_rewrite._precision import parameters as _parameters
-from jmp_rewrite._precision import pins as _pin
+from jmp_rewrite._precision import pinning as _pin
+from jmp_rewrite._precision.whole_step import is_whole_step
 from jmp_rewrite._rules.table import Category
 from jmp_rewrite._source import user_level
 from jmp_rewrite._spelling import DTypeLike, PolicyName
@@ -182,10 +188,10 @@ def mixed_precision(
         if chosen.compute_dtype == np.float32:
             if chosen.name == "auto":
                 _log_auto()
-            with jax.named_scope(REWRITTEN):
+            with jax.named_scope(REWRITTEN), region.tracing(Region(chosen)):
                 return fun(*args, **kwargs)
         with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
-            traced = _trace(pure, pure_args, pure_kwargs)
+            traced = trace_call(pure, pure_args, pure_kwargs, chosen)
             plan = decide_traced(traced, chosen)
             with jax.named_scope(REWRITTEN):
                 consts = _compat.constants(traced.closed)
@@ -268,10 +274,20 @@ def undecorated(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Policy | N
 
 
 def trace_call(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy | None = None,
 ) -> Traced:
-    """Traces a function for one call."""
-    return _trace(fun, args, kwargs)
+    """Traces a function for one call.
+
+    Args:
+      fun: the function.
+      args: positional arguments.
+      kwargs: arguments by name.
+      policy: what will rewrite the program; None if nothing will.
+    """
+    return trace_for(policy, fun, *hide((args, kwargs)))
 
 
 def _is_policy(given: Any) -> bool:
@@ -304,8 +320,47 @@ _TRACED = (
 )
 
 
-def _trace(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    return _trace_hidden(fun, *hide((args, kwargs)))
+def trace_for(
+    policy: Policy | None, fun: Callable[..., Any], args: Any, kwargs: Any
+) -> Traced:
+    """Traces a function that a policy will rewrite.
+
+    A call of a half-precision function sees the scopes that it stands in from the
+    innermost loop or jitted function on. If one further out, or the path of a
+    parameter, makes the call float32, the function is traced anew, and told so.
+    """
+    if policy is None:
+        return _trace_hidden(fun, args, kwargs)
+    here = Region(policy)
+    while True:
+        with region.tracing(here):
+            traced = _trace_hidden(fun, args, kwargs)
+        found = _calls_in_float32(traced, policy)
+        if found <= here.in_float32:
+            return traced
+        known = here.in_float32 | found if here.again else frozenset()
+        here = here._replace(in_float32=known, again=next(_AGAIN))
+
+
+_AGAIN = itertools.count(1)
+
+
+def _calls_in_float32(traced: Traced, policy: Policy) -> frozenset[int]:
+    """Returns the half-precision calls that should have been traced in float32."""
+    if not policy.scopes or policy.compute_dtype == FLOAT32:
+        return frozenset()
+    if not has_half_precision(traced.closed):
+        return frozenset()
+    graph, plan, _ = decide_quietly(traced, policy)
+    assert plan is not None
+    return frozenset(
+        node.place.call
+        for node in graph.nodes
+        if node.name == nodes.KERNEL_OPERAND
+        and node.place.call >= 0
+        and not node.place.rewritten
+        and plan.pins.is_asked_full(node.index)
+    )
 
 
 def _trace_hidden(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
@@ -331,6 +386,7 @@ def trace_types(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     hide_static: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    policy: Policy | None = None,
 ) -> Traced:
     """Traces `fun` for a call whose arrays may be given as `jax.ShapeDtypeStruct`.
 
@@ -339,10 +395,12 @@ def trace_types(
       args: positional arguments.
       kwargs: arguments by name.
       hide_static: `Decorated.hide`; None if no argument is static.
+      policy: what will rewrite the program; None if nothing will.
     """
     arguments = (args, kwargs) if hide_static is None else hide_static(args, kwargs)
     with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, _):
-        return _trace_hidden(pure, *show_types(hide((pure_args, pure_kwargs))))
+        given = show_types(hide((pure_args, pure_kwargs)))
+        return trace_for(policy, pure, *given)
 
 
 def decide_quietly(
@@ -423,7 +481,17 @@ def _decide(
 
     # bfloat16 has float32's range: it rounds no positive number to 0.
     by_sign = policy.compute_dtype != np.float16
-    graph = build.build(closed, is_opaque, place, bool(policy.scopes), by_sign)
+    by_path = bool(policy.scopes)
+
+    def graph_of(closed: Any) -> nodes.Graph:
+        dtype = policy.compute_dtype
+        return build.build(closed, is_opaque, place, by_path, by_sign, dtype)
+
+    graph = graph_of(closed)
+    if not differentiated and is_whole_step(graph):
+        merged = computed_once(closed, by_path)
+        if merged is not closed:
+            graph = graph_of(merged)
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
     pins = _pin.pin(graph, policy, overrides, differentiated)
     _log_opaque(_pin.left_alone(graph, pins))
@@ -441,6 +509,7 @@ def _decide(
             placement=_plan.products,
         )[0],
     )
+    plan.region, plan.is_differentiated = Region(policy), differentiated
     return plan, used | matched(policy, (n.place.path for n in graph.nodes))
 
 
@@ -460,12 +529,76 @@ def optimized(
       A closed jaxpr of the program's constants and arguments, and what was done.
     """
     choice = _passes.current() if choice is None else choice
+    explicit = emitted(plan, choice, emitter_type)
+    done = finished(plan, explicit, choice)
+    if emitter_type is not Emitter or not _may_store(plan):
+        return done
+    stored = store(explicit, plan.half).closed
+    if stored is explicit:
+        return done
+    less = finished(plan, stored, choice)
+    return less._replace(closed=_unless_differentiated(less.closed, done.closed))
+
+
+def emitted(
+    plan: _plan.Plan,
+    choice: _passes.Choice | None = None,
+    emitter_type: type[Emitter] = Emitter,
+) -> Any:
+    """Emits a program with explicit casts, before any pass; see `optimized`."""
+    choice = _passes.current() if choice is None else choice
     again = functools.partial(run, choice=choice, emitter_type=emitter_type)
     later = Later(again, functools.partial(_finish, plan.half, choice))
-    explicit = _passes.Program(
-        program.emit(plan, later, emitter_type), plan.half, plan.pins.whole_step
-    )
+    return program.emit(plan, later, emitter_type)
+
+
+def finished(
+    plan: _plan.Plan, explicit: Any, choice: _passes.Choice | None = None
+) -> _passes.Optimized:
+    """Runs the passes over a program with explicit casts; see `optimized`."""
+    choice = _passes.current() if choice is None else choice
+    explicit = _passes.Program(explicit, plan.half, plan.pins.whole_step)
     return _passes.optimize(explicit, choice.passes, choice.device)
+
+
+def _may_store(plan: _plan.Plan) -> bool:
+    """Whether what loops carry may be stored as `store` does it."""
+    is_forward = not (plan.pins.whole_step or plan.is_differentiated)
+    return bool(plan.graph.loops) and is_forward
+
+
+def _unless_differentiated(closed: Any, original: Any) -> Any:
+    """Returns a program that is another one where somebody differentiates it.
+
+    Cotangents of what a loop carries in half would be added up in half.
+
+    Args:
+      closed: the program, a closed jaxpr.
+      original: the other one, of the same types.
+    """
+    if not _has_derivative(original):
+        return closed
+    if closed.effects:  # custom derivatives allow few
+        return original
+
+    @jax.custom_jvp
+    def inference(*args: Any) -> list[Any]:
+        return _compat.evaluate(closed, args)
+
+    @inference.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        def fun(*args: Any) -> list[Any]:
+            return _compat.evaluate(original, args)
+
+        return jax.jvp(fun, primals, tangents)
+
+    return jax.make_jaxpr(inference)(*original.in_avals)
+
+
+def _has_derivative(closed: Any) -> bool:
+    """Whether a program returns a number that has a derivative."""
+    dtypes = (getattr(a, "dtype", np.dtype(bool)) for a in closed.out_avals)
+    return any(jnp.issubdtype(d, jnp.inexact) for d in dtypes)
 
 
 def _finish(

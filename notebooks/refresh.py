@@ -141,9 +141,14 @@ def _small(picture: str) -> str:
 
 
 def _warnings(notebook: Any) -> list[str]:
-    """What a reader of a notebook that was run sees in red."""
+    """What a reader of a notebook that was run sees in red.
+
+    What `diagnose` is doing is said there too, where it takes longer than a moment.
+    """
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
-    return [o.text for o in outputs if o.get("name") == "stderr"]
+    red = [o.text for o in outputs if o.get("name") == "stderr"]
+    lines = [line for text in red for line in text.splitlines()]
+    return [line for line in lines if not line.startswith("diagnose: ")]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -156,8 +161,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.names:
         executed = execute(read(name), options.timeout)
         print(f"{name} ran")
-        for text in _warnings(executed):
-            print(f"{name}: a cell wrote to stderr: {text}", file=sys.stderr)
+        for line in _warnings(executed):
+            print(f"{name}: a cell wrote to stderr: {line}", file=sys.stderr)
         write(normal(executed), name, options.to)
 
 

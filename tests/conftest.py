@@ -16,6 +16,13 @@ os.environ.setdefault("MPLBACKEND", "agg")
 # Most of the time goes to compiling programs that run once: LLVM need not optimize what
 # XLA made of them, which changes no dtype, no fusion and no kernel.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Two workers and the next run share what was compiled, however small it is.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
 import jax
@@ -35,9 +42,9 @@ def run_python(tmp_path):
     """Runs the interpreter in an empty directory, with one CPU device."""
 
     package = pathlib.Path(importlib.util.find_spec("jmp_rewrite").origin).parent
-    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(package.parent)}
         return subprocess.run(
             [sys.executable, "-W", "error", *args],
             cwd=tmp_path,
@@ -48,3 +55,9 @@ def run_python(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def optimized(monkeypatch):
+    """What trains for a minute runs in less, and as users run it, with LLVM's help."""
+    monkeypatch.delenv("XLA_FLAGS")

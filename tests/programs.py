@@ -381,6 +381,18 @@ def step_args(optimizer):
     return params, optimizer.init(params), x, jnp.array([0, 1, 2, 3])
 
 
+def two_losses(params, x, labels):
+    """A step whose second loss, and whose metric, are of what the first one made."""
+
+    def smooth(params):
+        return jnp.square(mlp(params, x)).mean()
+
+    value, grads = jax.value_and_grad(cross_entropy)(params, x, labels)
+    more = jax.grad(smooth)(params)
+    new = jax.tree.map(lambda w, a, b: w - a - b, params, grads, more)
+    return new, value, (mlp(params, x).argmax(-1) == labels).mean()
+
+
 def epoch(params, state, xs, labels):
     step = train_step(optax.adam(1e-2))
 
@@ -505,6 +517,13 @@ PROGRAMS = [
             products=5,
         )
         for name, tx in OPTIMIZERS.items()
+    ),
+    Program(
+        "two_losses",
+        two_losses,
+        lambda: (*mlp_args(), jnp.array([0, 1, 2, 3])),
+        grad=False,
+        products=6,
     ),
     Program("epoch", epoch, epoch_args, grad=False, products=7),
 ]

@@ -26,6 +26,7 @@ ROOMS = (
     "_keras",
     "_arguments",
     "_transform",
+    "_inference",
     "_loss_scaling",
     "_train",
     "_cost",
@@ -36,7 +37,15 @@ ROOMS = (
     "__main__",
 )
 # Loss scaling knows nothing of the rewrite, nor the rewrite of it.
-REWRITE = {"_graph", "_precision", "_passes", "_emit", "_transform", "_arguments"}
+REWRITE = {
+    "_graph",
+    "_precision",
+    "_passes",
+    "_emit",
+    "_transform",
+    "_arguments",
+    "_inference",
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

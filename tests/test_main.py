@@ -1,6 +1,8 @@
 """The command line: the main job on tiny settings, what it shows, its errors."""
 
+import dataclasses
 import importlib.util
+import io
 import math
 import re
 import types
@@ -9,6 +11,7 @@ import jax
 import matplotlib.image
 import numpy as np
 import pytest
+import rich.console
 
 import jmp_rewrite
 from jmp_rewrite import _devices
@@ -43,15 +46,25 @@ def panels_with_curves(path, panels):
 def test_job_prints_a_row_a_policy_and_draws(run_python, tmp_path):
     ran = run_python("-m", "jmp_rewrite", *TINY, "--force-overflow", str(FORCED))
     assert ran.returncode == 0, ran.stderr
-    heads = re.sub(r"[┃\s]+", " ", ran.stdout)
     for word in " ".join(report.COLUMNS).split():
-        assert word in heads
-    rows = dict(re.findall(r"│ (\w+) +│(.*)│\n", ran.stdout))
+        assert word in ran.stdout
+    found = [line.split() for line in ran.stdout.splitlines() if "%  " in line]
+    rows = {policy: rest for policy, *rest in found if policy in POLICIES}
     assert list(rows) == POLICIES
-    skipped = [row.split("│")[4].strip() for row in rows.values()]
-    assert skipped == ["0", "0", "1"]
+    assert [row[4] for row in rows.values()] == ["0", "0", "1"]
     assert "This CPU has no instructions for" in ran.stdout
     assert panels_with_curves(tmp_path / "jmp_rewrite.png", panels=3) == 3
+
+
+def test_the_table_fits_80_columns_with_whole_words(runs):
+    change = {"activation_bytes": 2_699_524, "scales": [2.0**24]}  # of the whole job
+    large = [dataclasses.replace(run, **change) for run in runs.values()]
+    out = io.StringIO()
+    rich.console.Console(file=out, width=80).print(report.table(large))
+    head = " ".join(out.getvalue().partition("─")[0].split())
+    for word in " ".join(report.COLUMNS).split():
+        assert f" {word}" in head
+    assert "…" not in out.getvalue() and "16,777,216" in out.getvalue()
 
 
 @pytest.mark.parametrize("given", ["", "curves.png"])
@@ -132,8 +145,10 @@ BAD_ARGUMENTS = {
     "--force-overflow 150": r"--force-overflow must be below 150",
     "--force-overflow 1 --policies float32": r"--force-overflow needs .*mixed_float16",
     "--unit 3": r"unrecognized arguments: --unit 3",
-    "rule": r"unrecognized arguments: rule",
-    "rules --dtype int8": r"--dtype: invalid choice: 'int8'",
+    "rule": r"one of the commands rules, .*, got 'rule': did you mean 'rules'",
+    "train": r"one of the commands rules, devices, passes, estimate, got 'train' ",
+    "rules --dtype int8": r"--dtype: expected a policy: .* got 'int8'",
+    "rules --dtype float32": r"--dtype: expected bfloat16 or float16, got 'float32'",
     "devices --policy fast": r"--policy: .*fast",
 }
 
@@ -149,7 +164,10 @@ def test_a_bad_argument_is_one_line_and_code_2(arguments, capsys):
     assert re.search(BAD_ARGUMENTS[arguments], printed.err)
 
 
-@pytest.mark.parametrize("command", [[], ["rules"], ["devices"]], ids=str)
+COMMANDS = [[], ["rules"], ["devices"], ["passes"], ["estimate"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_help_is_everywhere(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command, "--help"])
@@ -185,6 +203,20 @@ def test_rules_lists_every_primitive(dtype, capsys):
         name: category.name for name, category in rules.items()
     }
     assert all(reason for _, _, *reason in lines)
+
+
+@pytest.mark.parametrize("short", ["bf16", "mixed_bfloat16"])
+def test_rules_reads_every_name_of_a_dtype(short, capsys):
+    main(["rules", "--dtype", short])
+    found = capsys.readouterr().out
+    main(["rules", "--dtype", "bfloat16"])
+    assert found == capsys.readouterr().out
+
+
+def test_devices_says_it_once(run_python):
+    ran = run_python("-m", "jmp_rewrite", "devices", "--policy", "fp16")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.count("compatibility check (mixed_float16)") == 1
 
 
 def test_rules_and_devices_need_no_extras(run_python):

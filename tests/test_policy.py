@@ -227,6 +227,9 @@ def test_unknown_policy(wrong):
         ("flaot32", "float32"),
         ("Auto", "auto"),
         ("bf-16", "bf16"),
+        ("Mixed-BFloat16", "mixed_bfloat16"),
+        ("MIXED_FLOAT16", "mixed_float16"),
+        ("bf16-mixed", "bf16"),  # PyTorch Lightning's
     ],
 )
 def test_a_misspelt_policy_is_answered_with_the_nearest(wrong, near):
@@ -333,6 +336,8 @@ def test_unknown_rule_names_the_nearest():
         ValueError, match="got 'reduce_summ': the nearest is 'reduce_sum"
     ):
         Policy("mixed_float16", rules={"reduce_summ": "infer"})
+    with pytest.raises(ValueError, match="got 'dot': the nearest is 'dot_general'"):
+        Policy("mixed_float16", rules={"dot": "infer"})
     with pytest.raises(ValueError, match="as jax.make_jaxpr prints it.*the nearest is"):
         Policy("mixed_float16", rules={"!": "infer"})
 

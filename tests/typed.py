@@ -46,6 +46,16 @@ def full_called(x: jax.Array, n: int) -> jax.Array:
     return x * n
 
 
+@jmpr.half_precision
+def half(x: jax.Array, n: int) -> jax.Array:
+    return x * n
+
+
+@jmpr.half_precision()
+def half_called(x: jax.Array, n: int) -> jax.Array:
+    return x * n
+
+
 class Model:
     @jmpr.mixed_precision("bf16")
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -62,6 +72,9 @@ if TYPE_CHECKING:
     reveal_type(default)  # (x: Array, n: int) -> Array
     reveal_type(full)  # (x: Array, n: int) -> Array
     reveal_type(full_called)  # (x: Array, n: int) -> Array
+    reveal_type(half)  # (x: Array, n: int) -> Array
+    reveal_type(half_called)  # (x: Array, n: int) -> Array
+    reveal_type(jmpr.half_precision(step))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(step, "float32"))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(step, policy))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(step, np.float16))  # (x: Array, n: int) -> Array
@@ -69,6 +82,9 @@ if TYPE_CHECKING:
     reveal_type(jmpr.mixed_precision(np.float16)(step))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.explain(step, "fp16"))  # (x: Array, n: int) -> Report
     reveal_type(jmpr.diagnose(step))  # (x: Array, n: int) -> Diagnosis
+    reveal_type(jmpr.for_inference(step).__call__)  # (x: Array, n: int) -> Array
+    reveal_type(jmpr.for_inference(step, state={0: 0})(x, 3))  # Array
+    reveal_type(jmpr.for_inference(step).store(x, 3))  # tuple[Any, ...]
     reveal_type(Model()(x))  # Array
     with jmpr.full_precision():
         reveal_type(named(x, 3))  # Array

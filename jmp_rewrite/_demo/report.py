@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich import box
 from rich.table import Table
 
 from jmp_rewrite._demo.train import Run
@@ -17,21 +18,25 @@ from jmp_rewrite._policy import Policy
 
 COLUMNS = (
     "policy",
-    "test loss",
-    "test accuracy",
-    "ms a step",
-    "activation bytes",
-    "skipped steps",
-    "final scale",
+    "test\nloss",
+    "test\naccuracy",
+    "ms a\nstep",
+    "activation\nbytes",
+    "skipped\nsteps",
+    "final\nscale",
 )
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """Lists the runs, one row a policy; times are medians and include no compiling."""
-    result = Table(title="Keras' mixed precision guide on handwritten digits")
+    """Lists the runs, one row a policy; times are medians and include no compiling.
+
+    It fits a terminal of 80 columns.
+    """
+    title = "Keras' mixed precision guide on handwritten digits"
+    result = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True)
     for column in COLUMNS:
         left = column == "policy"
-        result.add_column(column, justify="left" if left else "right", no_wrap=left)
+        result.add_column(column, justify="left" if left else "right", no_wrap=True)
     for run in runs:
         result.add_row(*_row(run))
     return result
@@ -97,6 +102,7 @@ def _draw_scale(axis: Axes, runs: Sequence[Run]) -> None:
             skipped = [step for step in steps if run.skipped[step]]
             marks = [run.scales[step] for step in skipped]
             axis.plot(skipped, marks, "x", color="black", label="skipped step")
-            axis.legend(loc="lower right")
+            if skipped:
+                axis.legend(loc="lower right")
     axis.set_yscale("log", base=2)
     axis.set(title="loss scale", xlabel="step")

@@ -3,7 +3,8 @@
 An error that an equation hands on is none of its own. What counts is what appears in
 it, whether it rounds, overflows or makes a small error large; and how much of that is
 left on the way to some result, because a saturated mask or a lost tail of a softmax
-does no harm. Plain data in, plain data out.
+does no harm. A small error that is made large is the fault of what has rounded: there
+float32 helps. Plain data in, plain data out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jmp_rewrite._diagnose.counts import UNKNOWN, Counts
-from jmp_rewrite._diagnose.lines import Line
+from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._source import Line
 
 # A quotient, a logarithm or a power of what vanished is wrong because of what vanished.
 _UNDEFINED_AT_ZERO = frozenset({"div", "integer_pow", "log", "log2", "pow", "rsqrt"})
@@ -50,8 +52,9 @@ class Finding:
         `scope` and `primitive` are those of what it rounds.
       reader_line: its line.
       reader_scope: its scope.
-      blame: how much error appears here and reaches a result: 0..1, more where Inf or
-        NaN appears.
+      blame: how much error appears here, or is made of what is rounded here, and
+        reaches a result: 0..1, more where Inf or NaN appears.
+      grown: the finding that makes its rounding error large; -1 if none does.
     """
 
     index: int
@@ -72,6 +75,7 @@ class Finding:
     reader_line: Line = Line()
     reader_scope: str = ""
     blame: float = 0.0
+    grown: int = -1
 
     def replace(self, **changes: Any) -> Finding:
         """Returns a finding that differs in some attributes."""
@@ -120,6 +124,7 @@ def blame(findings: Sequence[Finding], results: Mapping[int, float]) -> list[Fin
     errors = _errors(findings)
     harm = _harm(findings, errors, results)
     own = [min(f.counts.appeared, harm[f.index]) if f.counts else 0.0 for f in findings]
+    grown = _blame_roundings(findings, own)
     for leader, growth in _growths(findings, errors):
         own[leader] = max(own[leader], min(growth, harm[leader]))
     spoilt = {
@@ -132,7 +137,10 @@ def blame(findings: Sequence[Finding], results: Mapping[int, float]) -> list[Fin
         if cause is not None:
             own[cause] = max(own[cause], own[finding.index])
             spoilt |= {cause} if finding.index in spoilt else set()
-    blamed = [f.replace(blame=b) for f, b in zip(findings, own, strict=True)]
+    blamed = [
+        f.replace(blame=b, grown=grown.get(f.index, -1))
+        for f, b in zip(findings, own, strict=True)
+    ]
     return sorted(blamed, key=lambda f: _worst_first(f, f.index in spoilt))
 
 
@@ -192,6 +200,54 @@ def _harm(
                     harm[finding.carried] = through_all
                     changed = True
     return harm
+
+
+def _blame_roundings(findings: Sequence[Finding], own: list[float]) -> dict[int, int]:
+    """Hands the blame for a rounding error made large to what has rounded.
+
+    Returns:
+      A finding that has rounded -> the one that makes its error large.
+    """
+    grown: dict[int, int] = {}
+    for finding in findings:
+        index = finding.index
+        if own[index] <= 0 or not _is_amplifier(finding):
+            continue
+        source = rounded_before(finding, findings)
+        if source is None or own[index] < own[source.index]:
+            continue
+        own[source.index], grown[source.index] = own[index], index
+        own[index] = min(own[index], finding.introduced)
+    return grown
+
+
+def _is_amplifier(finding: Finding) -> bool:
+    """Whether a finding's error is, for the most part, one of its operands grown."""
+    counts = finding.counts
+    if counts is None or counts.nonfinite or finding.kind != "equation":
+        return False
+    return counts.introduced < _MOSTLY * counts.appeared
+
+
+def rounded_before(finding: Finding, findings: Sequence[Finding]) -> Finding | None:
+    """Returns what has rounded the value that brings most error to a finding.
+
+    What only hands the error on, a quotient by a temperature for example, is passed. A
+    product has had its operands rounded, whatever it adds itself.
+    """
+    at, seen = finding, {finding.index}
+    while True:
+        sources = [i for i in at.reads if i not in seen and findings[i].error > 0]
+        if not sources:
+            return None
+        at = findings[max(sources, key=lambda i: _brought(at, findings[i]))]
+        seen.add(at.index)
+        if at.is_half and (at.introduced > 0 or at.primitive in PRODUCTS):
+            return at
+
+
+def _brought(finding: Finding, source: Finding) -> float:
+    return min(source.error, finding.brought_by(source.index))
 
 
 def _growths(

@@ -54,6 +54,7 @@ class Diagnosis:
       spoilt: the first equation of the reference itself that makes an Inf or NaN which
         reaches a result; None if there is none, or nobody knows where.
       is_spoilt: whether the reference itself returns Inf or NaN.
+      spoilt_arguments: arguments that hold Inf or NaN.
       gradients: f32[80], how many values of the products of the backward pass have a
         magnitude of 2**-60, 2**-59 and so on; a sample of large arrays.
       loss_scale: the loss scale among the arguments; None if there is none.
@@ -79,6 +80,7 @@ class Diagnosis:
     tolerance: float
     spoilt: Finding | None
     is_spoilt: bool
+    spoilt_arguments: Sequence[str]
     gradients: np.ndarray
     loss_scale: float | None
     in_order: list[Finding]
@@ -156,7 +158,11 @@ class Diagnosis:
         if not self.is_spoilt:
             return ""
         where = f", from {self.spoilt.line} on" if self.spoilt else ""
-        return f"in float32 as well results are Inf or NaN{where}: no policy mends that"
+        said = f"in float32 as well results are Inf or NaN{where}: no policy mends that"
+        if not self.spoilt_arguments:
+            return said
+        some = _some(self.spoilt_arguments)
+        return f"{said}; among the arguments some are so already ({some})"
 
     @property
     def scaling(self) -> str:

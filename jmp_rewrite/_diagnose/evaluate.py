@@ -69,22 +69,15 @@ def _equation(eqn: Any, operands: list[Any], bind: Bind) -> list[Any]:
     return bind(eqn, operands)
 
 
-def last_uses(
-    body: Any, reads: Sequence[Sequence[Any]] | None = None
-) -> list[list[Any]]:
-    """Returns for each equation the variables that nobody reads after it.
+def last_uses(body: Any) -> list[list[Any]]:
+    """Returns for each equation of an open jaxpr the variables nobody reads after it.
 
     Among them are results of the equation that nobody reads at all.
-
-    Args:
-      body: an open jaxpr.
-      reads: what each equation reads; None for its own operands.
     """
-    operands = [e.invars for e in body.eqns] if reads is None else reads
     read = {v for v in body.outvars if not isinstance(v, jex.Literal)}
     last: list[list[Any]] = []
-    for eqn, atoms in zip(reversed(body.eqns), reversed(operands), strict=True):
-        own = [v for v in atoms if not isinstance(v, jex.Literal)]
+    for eqn in reversed(body.eqns):
+        own = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
         last.append([v for v in dict.fromkeys([*own, *eqn.outvars]) if v not in read])
         read.update(own)
     return last[::-1]

@@ -1,4 +1,4 @@
-"""Turns what lockstep counted into findings: lines, scopes, and who reads whom."""
+"""Turns what was counted into findings: lines, scopes, and who reads whom."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ import numpy as np
 
 from jmp_rewrite._diagnose.blame import Finding
 from jmp_rewrite._diagnose.counts import Counts
-from jmp_rewrite._diagnose.lines import Line, line_of
-from jmp_rewrite._diagnose.lockstep import Lockstep
-from jmp_rewrite._diagnose.lockstep_rows import Row
+from jmp_rewrite._diagnose.rows import Row
+from jmp_rewrite._diagnose.shadow import Shadow
+from jmp_rewrite._source import Line, Lines
 
 
 def findings_of(
-    lockstep: Lockstep, paths: Sequence[str | None]
+    shadow: Shadow, paths: Sequence[str | None]
 ) -> tuple[list[Finding], np.ndarray]:
     """Returns the findings in program order, and the exponents of the backward pass.
 
     Args:
-      lockstep: what has run.
+      shadow: what has run.
       paths: of each argument the path in its tree; None for optimizer state.
 
     Returns:
       The findings; and f32[80], as `distance.exponents` counts them.
     """
-    counted = lockstep.frame.by_row()
-    exponents = lockstep.frame.arrays(np)[2]
+    counted = shadow.frame.by_row()
+    exponents = shadow.frame.arrays(np)[2]
+    lines = Lines()
     findings: list[Finding] = []
-    for index, row in enumerate(lockstep.rows):
+    for index, row in enumerate(shadow.rows):
         found = counted.get(index)
-        finding = _finding(index, row, findings, paths)
+        finding = _finding(index, row, findings, paths, lines)
         if found is not None:
             finding = finding.replace(
                 counts=Counts(*map(float, found[0])),
@@ -41,7 +42,11 @@ def findings_of(
 
 
 def _finding(
-    index: int, row: Row, before: Sequence[Finding], paths: Sequence[str | None]
+    index: int,
+    row: Row,
+    before: Sequence[Finding],
+    paths: Sequence[str | None],
+    lines: Lines,
 ) -> Finding:
     if row.kind == "argument":
         name = paths[row.of] or f"argument {row.of}"
@@ -49,7 +54,7 @@ def _finding(
     finding = Finding(
         index,
         row.eqn.primitive.name,
-        line_of(row.eqn, row.calls),
+        lines.of(row.eqn, row.caller),
         row.place.path,
         row.place.backward,
         row.is_half,
@@ -63,11 +68,16 @@ def _finding(
     if row.kind != "cast":
         return finding
     # A cast is named after what it rounds; of an argument, after what asked for it.
-    finding = finding.replace(
-        reader=finding.primitive,
-        reader_line=finding.line,
-        reader_scope=finding.scope,
-    )
+    if row.reader is not None:
+        name = row.reader.eqn.primitive.name
+        line = lines.of(row.reader.eqn, row.reader.outer)
+        finding = finding.replace(
+            primitive=name,
+            line=line,
+            reader=name,
+            reader_line=line,
+            reader_scope=row.reader_scope or finding.scope,
+        )
     origin = before[row.of] if row.of >= 0 else None
     if origin is None or origin.kind == "argument":
         return finding

@@ -17,18 +17,25 @@ from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.evaluate import undonated
 from jmp_rewrite._graph.nodes import FLOAT32
 from jmp_rewrite._rules import table
+from jmp_rewrite._rules.held import LANES
 from jmp_rewrite._rules.table import Category
 
 _HALVES = ("bfloat16", "float16")
+_KINDS = frozenset({"float32", *_HALVES})
+_FLOAT32_BITS = (8, 23)
 # Titles of `_rules/table.py` under which an equation means its dtypes.
 _TYPED = ("opaque", "depends on the dtype", "draws random bits")
-# This library's own, which take any dtype.
-_OWN = frozenset({"saturating_cast"})
+# This library's own: without rounding the first operand, on every device.
+_OWN = frozenset({"restore", "rounding", "saturating_cast"})
 
 
 def is_half(aval: Any) -> bool:
     """Tells the types of float16 and bfloat16 arrays."""
     return getattr(getattr(aval, "dtype", None), "name", "") in _HALVES
+
+
+def _kind(atom: Any) -> str:
+    return getattr(getattr(atom.aval, "dtype", None), "name", "")
 
 
 def touches_half(eqn: Any) -> bool:
@@ -49,10 +56,8 @@ def in_float32(eqn: Any, values: Sequence[Any]) -> list[Any]:
     if not touches_half(eqn):
         return _compat.bind(eqn, values, undonated(eqn))
     values = list(map(to_float32, values))
-    if eqn.primitive.name == "saturating_cast":
-        return values
-    if eqn.primitive.name == "by_device":
-        return values[: eqn.params["results"]]
+    if (kept := passed_on(eqn)) is not None:
+        return values[:kept]
     if _is_typed(eqn):
         operands = [
             _to(x, v.aval.dtype) for x, v in zip(values, eqn.invars, strict=True)
@@ -60,6 +65,25 @@ def in_float32(eqn: Any, values: Sequence[Any]) -> list[Any]:
         return [to_float32(x) for x in _compat.bind(eqn, operands, eqn.params)]
     params = {k: FLOAT32 if _is_half_dtype(p) else p for k, p in eqn.params.items()}
     return _compat.bind(eqn, values, params)
+
+
+def passed_on(eqn: Any) -> int | None:
+    """Returns how many operands are an equation's results in float32, if any are.
+
+    A cast leaves a number what it is, and so does what only some devices compute in
+    another way. None for an equation that computes something.
+    """
+    name = eqn.primitive.name
+    if name == "by_device":
+        return int(eqn.params["results"])
+    if name in LANES:
+        return len(eqn.invars)
+    if name == "reduce_precision":
+        is_float32 = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
+        return 1 if is_float32 == _FLOAT32_BITS else None
+    if name == "convert_element_type":
+        return 1 if {_kind(eqn.invars[0]), _kind(eqn.outvars[0])} <= _KINDS else None
+    return 1 if name in _OWN else None
 
 
 def to_float32(x: Any) -> Any:
@@ -84,5 +108,5 @@ def _is_typed(eqn: Any) -> bool:
         return True
     name = eqn.primitive.name
     if name not in table.RULES:
-        return name not in _OWN
+        return True
     return table.reason(name, Category.DENY).startswith(_TYPED)

@@ -19,6 +19,9 @@ import numpy as np
 _STEP = 0.5
 # Elements that are looked at to find the argument that a result continues.
 _SAMPLED = 64
+# Below, relative to the root mean square of its tensor, a gradient may be rounding
+# noise: in bfloat16 those of a healthy transformer are off by up to a twentieth of it.
+_RESOLVED = 2.0**-4
 # The arguments are shaken by two spacings of float32, and what then changes by more
 # than a hundredth has no digits that half precision could lose.
 _SHAKE = 2.0**-22
@@ -34,18 +37,26 @@ class Reference:
       is_spoilt: for each result whether it holds Inf or NaN.
     """
 
-    def __init__(self, values: Sequence[Any], arguments: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        values: Sequence[Any],
+        arguments: Sequence[Any],
+        gradients: Sequence[Any] | None = None,
+    ) -> None:
         """Finds for each result the argument that it continues, if any.
 
         Args:
           values: the results of the reference.
           arguments: the arrays that the program was given.
+          gradients: of each result the gradient that it is made of element by element,
+            of its own shape; None where there is none.
         """
         self.values = [_array(x) for x in values]
         self.is_noise = [False] * len(self.values)
-        self.is_spoilt = [not bool(_is_finite(x)) for x in self.values]
+        self.is_spoilt = [not is_finite(x) for x in self.values]
         self._arguments = arguments
         self._start = _starts(self.values, arguments)
+        self._gradients = gradients or [None] * len(values)
 
     def shaken(self, run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         """Finds the results that are noise, by another run with shaken arguments."""
@@ -63,10 +74,11 @@ class Reference:
 
         It is the norm of the difference over the norm of the reference; inf if
         something is Inf or NaN that should not be; for integers and booleans the share
-        of wrong elements. Of a change it is the square of that: optimizers divide
-        gradients by their own size, so that each element of a step is as large as any
-        other, and the square is the share of them that is wrong. Of the first step of
-        Adam that is the small gradients, which hardly matter to the loss.
+        of wrong elements. In a change that is made of a gradient, elements whose
+        gradient is below what half precision resolves in its tensor weigh less, as much
+        less as their gradient is smaller: to the first order that is what they do to
+        the loss. Adam divides gradients by their own size, so that its first step is as
+        large for an element whose gradient is rounding noise as for any other.
         """
         return [
             0.0 if noise else self._error(i, _array(x))
@@ -78,11 +90,13 @@ class Reference:
         if jax.dtypes.issubdtype(reference.dtype, jax.dtypes.extended):
             return 0.0
         other = None if start is None else self._arguments[start]
-        distance, size, spoilt = jax.device_get(_distance(value, reference, other))
+        gradient = None if start is None else self._gradients[index]
+        distance, size, spoilt = jax.device_get(
+            _distance(value, reference, other, gradient)
+        )
         if spoilt:
             return float("inf")
-        error = float(distance / size) if distance else 0.0
-        return error if start is None else error**2
+        return float(distance / size) if distance else 0.0
 
 
 def _array(x: Any) -> Any:
@@ -90,15 +104,20 @@ def _array(x: Any) -> Any:
     return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
+def is_finite(x: Any) -> bool:
+    """Whether nothing in an array is Inf or NaN."""
+    return bool(_is_finite(x)) if jnp.issubdtype(x.dtype, np.inexact) else True
+
+
 @jax.jit
 def _is_finite(x: Any) -> Any:
-    if not jnp.issubdtype(x.dtype, np.inexact):
-        return jnp.bool_(True)
     return jnp.isfinite(x).all()
 
 
 @jax.jit
-def _distance(value: Any, reference: Any, start: Any) -> tuple[Any, Any, Any]:
+def _distance(
+    value: Any, reference: Any, start: Any, gradient: Any
+) -> tuple[Any, Any, Any]:
     """Returns the norm of the difference, that of the reference, and if all is lost."""
     if not jnp.issubdtype(reference.dtype, np.inexact):
         wrong = jnp.sum((value != reference).astype(np.float32))
@@ -116,11 +135,21 @@ def _distance(value: Any, reference: Any, start: Any) -> tuple[Any, Any, Any]:
         jnp.abs(difference).max(initial=0.0), jnp.abs(moved).max(initial=0.0)
     )
     scale = jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1.0)
-    return _norm(difference / scale), _norm(moved / scale), spoilt
+    weight = 1.0 if gradient is None else _weight(gradient)
+    return _norm(difference / scale, weight), _norm(moved / scale, weight), spoilt
 
 
-def _norm(x: Any) -> Any:
-    return jnp.sqrt(jnp.sum(jnp.abs(x) ** 2))
+def _weight(gradient: Any) -> Any:
+    """Returns how much each element of a step counts: 0..1."""
+    size = jnp.abs(gradient.astype(np.float32))
+    size = jnp.where(jnp.isfinite(size), size, 0.0)
+    size = size / jnp.maximum(size.max(initial=0.0), np.finfo(np.float32).tiny)
+    resolved = _RESOLVED * jnp.sqrt(jnp.mean(size**2))
+    return jnp.where(resolved > 0, jnp.minimum(size / resolved, 1.0), 1.0)
+
+
+def _norm(x: Any, weight: Any) -> Any:
+    return jnp.sqrt(jnp.sum(weight * jnp.abs(x) ** 2))
 
 
 def _starts(values: Sequence[Any], arguments: Sequence[Any]) -> list[int | None]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._diagnose.blame import Finding
+from jmp_rewrite._diagnose.blame import Finding, rounded_before
 from jmp_rewrite._diagnose.counts import SPOILT, Counts
 
 # A share of lost values, or an error, that is worth a word.
@@ -28,36 +28,46 @@ def sentence(finding: Finding, findings: Sequence[Finding]) -> str:
         return "both programs compute the same"
     if finding.kind == "branches":
         return "the programs took different branches, or left the loop at other times"
-    what = subject(finding)
+    what = _subject(finding, findings)
     if finding.overflowed:
         return f"{what}: {_overflow(finding, counts)}"
     if counts.underflowed >= _MANY * counts.size:
-        lost = _of(counts.underflowed, counts)
-        return f"{what}: {lost} vanish, {finding.dtype} begins at {_least(finding)}"
+        return f"{what}: {_vanish(finding, counts)}"
     came_in = max((findings[i].error for i in finding.reads), default=0.0)
     if counts.nonfinite:
         made = "hands Inf or NaN on" if came_in >= SPOILT else "becomes Inf or NaN"
         return f"{what}: {_of(counts.nonfinite, counts)}: {made}"
+    if finding.grown >= 0:
+        by = findings[finding.grown]
+        times = by.error / max(finding.error, 1e-9)
+        rounded = f"{what}: its rounding error of {finding.error:.2%}"
+        return f"{rounded} becomes {times:.0f} times as large in {_at(by)}"
     if counts.introduced >= max(_MANY, counts.error / 2):
         return f"{what}: off by {counts.introduced:.1%} in {finding.dtype}"
     if finding.blame > 2 * counts.appeared:
         return f"{what}: step by step its error grows to {finding.error:.1%}"
     if finding.error > _AMPLIFIED * came_in > 0:
         times = finding.error / came_in
-        source = _rounded(finding, findings)
-        return f"{what}: makes the error of {source} {times:.0f} times as large"
+        source = rounded_before(finding, findings)
+        of = _at(source) if source else "its operands"
+        return f"{what}: makes the error of {of} {times:.0f} times as large"
+    if counts.underflowed:
+        return f"{what}: {_vanish(finding, counts)}"
     if finding.is_half:
         return f"{what}: rounded to {finding.dtype}, off by {counts.introduced:.2%}"
     return f"{what}: hands an error of {finding.error:.2%} on"
 
 
-def subject(finding: Finding) -> str:
+def _subject(finding: Finding, findings: Sequence[Finding]) -> str:
     """Returns what a finding is about: an equation, or a cast of its result."""
     if finding.kind != "cast":
         return finding.primitive
+    origin = findings[finding.of] if finding.of >= 0 else finding
+    what = origin.primitive if origin.kind == "argument" else finding.primitive
+    what = f"{what}, rounded for {finding.reader}"
     if finding.reader_line == finding.line:
-        return f"{finding.primitive}, rounded for {finding.reader}"
-    return f"{finding.primitive}, rounded for {finding.reader} at {finding.reader_line}"
+        return what
+    return f"{what} at {finding.reader_line}"
 
 
 def _overflow(finding: Finding, counts: Counts) -> str:
@@ -69,6 +79,11 @@ def _overflow(finding: Finding, counts: Counts) -> str:
     )
 
 
+def _vanish(finding: Finding, counts: Counts) -> str:
+    lost = _of(counts.underflowed, counts)
+    return f"{lost} vanish, {finding.dtype} begins at {_least(finding)}"
+
+
 def _of(count: float, counts: Counts) -> str:
     return f"{round(count):,} of {round(counts.size):,} values"
 
@@ -77,18 +92,7 @@ def _least(finding: Finding) -> str:
     return f"{float(ml_dtypes.finfo(np.dtype(finding.dtype)).smallest_subnormal):.2g}"
 
 
-def _rounded(finding: Finding, findings: Sequence[Finding]) -> str:
-    """Returns whose error comes in: where it was rounded, if that is on the way.
-
-    What only hands an error on, a quotient by a temperature for example, is passed.
-    """
-    at, seen = finding, {finding.index}
-    while True:
-        sources = [i for i in at.reads if i not in seen and findings[i].error > 0]
-        if not sources:
-            break
-        at = findings[max(sources, key=lambda i: findings[i].error)]
-        seen.add(at.index)
-        if at.is_half and at.introduced > 0:
-            break
-    return f"{at.primitive} at {at.line}" if at.line.file else at.primitive
+def _at(finding: Finding) -> str:
+    """Returns what a finding is about, with its line."""
+    line = finding.line
+    return f"{finding.primitive} at {line}" if line.file else finding.primitive

@@ -85,7 +85,7 @@ def place(finding: Finding) -> str:
     if finding.iteration:
         parts.append(f"iteration {', '.join(map(str, finding.iteration[::-1]))}")
     inside = f" ({'; '.join(parts)})" if parts else ""
-    return f"{finding.line}{inside}"
+    return f"{finding.line if finding.line.file else 'an unknown line'}{inside}"
 
 
 def worst_lines(equations: Sequence[Finding], most: int = _LINES) -> list[Group]:

@@ -16,6 +16,7 @@ from jax.extend import core as jex
 
 from jmp_rewrite import _compat
 from jmp_rewrite._emit.emit import Cell, Emitter
+from jmp_rewrite._graph import region
 from jmp_rewrite._graph.nodes import Inner
 from jmp_rewrite._graph.scopes import Place
 
@@ -127,7 +128,8 @@ def _rule(
         tree.append((known, structure))
         return [x for x in leaves if _compat.is_array(x)]
 
-    closed = jax.make_jaxpr(flat)(*(args[i] for i in arrays))
+    with region.at(e.plan.region, place.path, place.full):
+        closed = jax.make_jaxpr(flat)(*(args[i] for i in arrays))
     plan = e.plan.nested(closed, place)
     consts = _compat.constants(closed)
     results = iter(e.later.run(plan, consts, [args[i] for i in arrays]))

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jmp_rewrite._explain import summary
+from jmp_rewrite._explain.rows import Equation
 from jmp_rewrite._units import bytes_text, count_text, flops_text
 
 # Tables of more rows than these are cut; the rest is in `report.equations`.
-_SCOPES, _LARGEST, _EQUATIONS, _ALL = 24, 5, 30, 60
+_SCOPES, _LARGEST = 24, 5
 
 
 class Column(NamedTuple):
@@ -35,25 +36,32 @@ class Table(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A report before it is laid out."""
+    """A report before it is laid out.
+
+    Attributes:
+      title: what is explained, and under which policy.
+      facts: a label and a sentence each.
+      advice: sentences.
+      tables: short ones.
+      equations: all of them, or none.
+    """
 
     title: str
     facts: Sequence[tuple[str, str]]
     advice: Sequence[str]
     tables: Sequence[Table]
+    equations: Sequence[Equation]
 
 
-def document(report: Any, *, equations: bool = False) -> Document:
+def document(report: Any, *, equations: bool = True) -> Document:
     """Puts a report together, without a layout."""
-    tables = [_scopes(report)]
-    if equations:
-        tables.append(_equations(report))
-    largest = _largest(report)
+    largest, found = _largest(report), _scopes(report)
     return Document(
         f"{report.name} under {report.policy!r}",
         list(_facts(report)),
         report.advice,
-        [largest, *tables] if largest.rows else tables,
+        [largest, found] if largest.rows else [found],
+        report.equations if equations else (),
     )
 
 
@@ -143,17 +151,3 @@ def _scopes(report: Any) -> Table:
     note = "registers: fused, never written to memory"
     note += f"; and {count_text(more, 'smaller scope')}" if more > 0 else ""
     return Table("Scopes, by bytes of the values that they store", columns, rows, note)
-
-
-def _equations(report: Any) -> Table:
-    shown = [r for r in report.equations if summary.is_shown(r)]
-    if len(shown) <= _ALL:
-        groups = [summary.group([r], r.layer) for r in shown]
-        title = "Equations, in program order"
-    else:
-        groups = summary.groups(shown, report.layers)[:_EQUATIONS]
-        title = "Equations, the largest first"
-    rows = [_cells(g) for g in groups]
-    rest = len(report.equations) - sum(g.times for g in groups)
-    note = f"report.equations has {count_text(rest, 'more row')}" if rest else ""
-    return Table(title, _GROUP, rows, note)

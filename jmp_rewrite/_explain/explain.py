@@ -59,10 +59,11 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
     @functools.wraps(fun, updated=())
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         if inner is None:
-            traced = _transform.trace_types(fun, args, kwargs)
-            return _report(fun, traced, as_policy(fixed), call(args, kwargs, traced))
-        traced = _transform.trace_types(inner.fun, args, kwargs, inner.hide)
+            chosen = as_policy(fixed)
+            traced = _transform.trace_types(fun, args, kwargs, policy=chosen)
+            return _report(fun, traced, chosen, call(args, kwargs, traced))
         chosen = as_policy(fixed or inner.policy)
+        traced = _transform.trace_types(inner.fun, args, kwargs, inner.hide, chosen)
         return _report(inner.fun, traced, chosen, call(args, kwargs, traced))
 
     def call(args: Any, kwargs: Any, traced: _transform.Traced) -> _cost.Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -31,6 +32,7 @@ _DTYPES = {
     **{f"u{n}": f"uint{n}" for n in (8, 16, 32, 64)},
 }
 _DEFAULT = "mixed_bfloat16"
+_LISTED = 8
 
 
 def report(
@@ -66,8 +68,12 @@ def _find(name: str) -> Callable[..., Any]:
     for part in path.split("."):
         if not hasattr(found, part):
             known = [n for n in vars(found) if callable(getattr(found, n))]
-            listed = ", ".join(n for n in known if not n.startswith("_"))
-            raise ValueError(f"{module!r} has no function {path!r}; it has: {listed}.")
+            known = [n for n in known if not n.startswith("_")]
+            near = difflib.get_close_matches(part, known, n=3) or known[:_LISTED]
+            raise ValueError(
+                f"{module!r} has no function {path!r}; it has: {', '.join(near)}"
+                f"{', ...' if len(near) < len(known) else '.'}"
+            )
         found = getattr(found, part)
     if not callable(found):
         raise ValueError(f"{name!r} is no function but {type(found).__name__}.")

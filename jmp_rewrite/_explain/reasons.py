@@ -15,7 +15,7 @@ import numpy as np
 from jmp_rewrite._graph.nodes import Graph, Node, elements
 from jmp_rewrite._precision.cost import FLOAT32_BYTES, HALF_BYTES
 from jmp_rewrite._precision.decide import Action, Plan
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules.table import PRODUCTS, Category
 from jmp_rewrite._units import bytes_text
 
 # Categories beside those of the rules.
@@ -30,6 +30,8 @@ CLEAR = Category.CLEAR.value
 _PRODUCTS = {
     "conv_general_dilated": "convolution",
     "dot_general": "matrix product",
+    "kernel_operand": "an operand of a kernel",
+    "kernel_result": "the result of a kernel",
     "ragged_dot_general": "ragged matrix product",
 }
 
@@ -76,10 +78,13 @@ class Verdicts:
         action = self._plan.actions[index]
         node = self._graph.nodes[index]
         category = self._plan.pins.categories[index]
+        is_reduced = index in self._plan.pins.reduced
+        if is_reduced and category is not Category.ALLOW:
+            return _REDUCED
         if category is Category.ALLOW:
             what = _PRODUCTS.get(node.name, "a rule allows it")
-            if not action & Action.EMITS_FULL:
-                return what
+            if not action & Action.EMITS_FULL or node.name not in PRODUCTS:
+                return f"{what}; {_REDUCED}" if is_reduced else what
             why = self._plan.pins.read_by.get(index, "").removeprefix("full: ")
             why += self._at(self._plan.pins.blame[index]) if why else ""
             return f"{what}, with a float32 result" + (f": {why}" if why else "")
@@ -121,6 +126,9 @@ class Verdicts:
     @property
     def _graph(self) -> Graph:
         return self._plan.graph
+
+
+_REDUCED = "reduce_dtype sums gradients over devices in half"
 
 
 def _rounded(node: Node) -> str:

@@ -26,7 +26,7 @@ from jmp_rewrite._explain.stored import stored
 from jmp_rewrite._explain.walk import Draft, walk
 from jmp_rewrite._graph.nodes import Graph, reached
 from jmp_rewrite._policy import Policy, PolicyLike
-from jmp_rewrite._precision import parameters, pins
+from jmp_rewrite._precision import parameters, pinning
 from jmp_rewrite._precision.decide import Plan
 
 if TYPE_CHECKING:
@@ -87,9 +87,10 @@ class Report:
     """What mixed precision does to a function, and why; `explain` makes it.
 
     `print(report)` shows a summary, advice, the largest values that are stored in
-    float32, and a table of scopes; `report.text(equations=True)` lists equations with
-    their reasons as well. A notebook shows the page that `save_html` writes. Nothing
-    here holds an array; figures are worked out when they are asked for, and kept.
+    float32, a table of scopes, and a row for each equation with its reason;
+    `report.text(equations=False)` leaves out these rows. A notebook shows the page that
+    `save_html` writes. Nothing here holds an array; figures are worked out when they
+    are asked for, and kept.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -300,7 +301,7 @@ class Report:
         if plan is None:
             return []
         lines = {id(d.origin): str(d.line) for d in self._drafts if d.origin}
-        known = pins.left_alone(plan.graph, plan.pins)
+        known = pinning.left_alone(plan.graph, plan.pins)
         found = [(eqn, place.path, why) for eqn, place, why, _ in known]
         held = {id(eqn) for eqn, _, _ in found}
         for node, category in zip(plan.graph.nodes, plan.pins.categories, strict=True):
@@ -342,12 +343,13 @@ class Report:
 
     # ---- shown
 
-    def text(self, *, equations: bool = False) -> str:
+    def text(self, *, equations: bool = True) -> str:
         """Returns what `print` shows.
 
         Args:
-          equations: whether to list the equations too: all of a small program in
-            order, else the largest. `save_html` has all of any program.
+          equations: whether to list all equations behind the summary. Of a large model
+            these are thousands of rows: `report.text(equations=False)` is the summary
+            alone, and the page of `save_html` can be sorted and searched.
         """
         return _text.render(self, equations=equations)
 
@@ -358,7 +360,9 @@ class Report:
         return f"<Report on {self.name} under {self.policy!r}>"
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from _text.rich_parts(document(self))
+        parts = document(self)
+        yield from _text.rich_parts(parts)
+        yield from _text.rich_rows(parts.equations, options.max_width)
 
     def _repr_html_(self) -> str:
         return html.notebook(self)

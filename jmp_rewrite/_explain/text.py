@@ -6,23 +6,27 @@ import io
 import itertools
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jmp_rewrite._explain.document import Document, Table, document
+from jmp_rewrite._explain.listing import listing
+from jmp_rewrite._explain.rows import Equation
 
 _WIDTHS = (60, 160)  # of the text, whatever the terminal's
 _WITHOUT_TERMINAL = 100
 _LABELS = 18  # width of what stands in front of facts
+_MANY = 100
+_EQUATIONS = "Equations, in program order"
 
 
-def render(report: Any, width: int | None = None, *, equations: bool = False) -> str:
+def render(report: Any, width: int | None = None, *, equations: bool = True) -> str:
     """Lays a report out as text, without colors.
 
     Args:
       report: the report.
-      equations: whether to list equations as well.
       width: in characters; None for the terminal's, 100 where there is none.
+      equations: whether to list all equations behind the summary.
     """
     if width is None:
         columns = shutil.get_terminal_size((_WITHOUT_TERMINAL, 24)).columns
@@ -38,14 +42,31 @@ def render(report: Any, width: int | None = None, *, equations: bool = False) ->
         for part in rich_parts(parts):
             console.print(part)
         lines = iter(out.getvalue().splitlines())
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    listed = _listed(parts.equations, width)
+    return "\n".join(line.rstrip() for line in [*lines, *listed]) + "\n"
+
+
+def _listed(equations: Sequence[Equation], width: int) -> Iterator[str]:
+    if equations:
+        yield from ("", _EQUATIONS, "")
+        for row in listing(equations, width):
+            yield from row.lines
+        yield from _after(equations)
+
+
+def _after(equations: Sequence[Equation]) -> Iterator[str]:
+    """Says behind very many rows what has scrolled away."""
+    if len(equations) > _MANY:
+        yield from ("", f"  {len(equations):,} equations")
+        yield "  report.text(equations=False): the summary alone"
+        yield "  report.save_html(path): a page to sort and search them"
 
 
 # ---- with rich
 
 
 def rich_parts(parts: Document) -> Iterator[Any]:
-    """Yields what rich prints."""
+    """Yields what rich prints of all but the equations."""
     from rich.padding import Padding
     from rich.table import Table as Grid
     from rich.text import Text
@@ -67,6 +88,27 @@ def rich_parts(parts: Document) -> Iterator[Any]:
         yield _rich_table(table)
         if table.note:
             yield Text(f"  {table.note}", style="dim")
+
+
+def rich_rows(equations: Sequence[Equation], width: int) -> Iterator[Any]:
+    """Yields what rich prints of the equations, with the reasons in color."""
+    from rich.text import Text
+
+    if not equations:
+        return
+    yield Text(f"\n{_EQUATIONS}\n", style="bold")
+    rows = listing(equations, width)
+    for row in itertools.islice(rows, 2):  # the head
+        yield Text("\n".join(row.lines), style="dim")
+    for row, equation in zip(rows, equations, strict=True):
+        text = Text("\n".join(row.lines))
+        at = 0
+        for line in row.lines:
+            text.stylize(_style(equation.reason), at + row.start, at + len(line))
+            at += len(line) + 1
+        yield text
+    for line in _after(equations):
+        yield Text(line, style="dim")
 
 
 def _rich_table(table: Table) -> Any:

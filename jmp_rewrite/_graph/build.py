@@ -11,6 +11,7 @@ from jax.extend import source_info_util
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.higher_order import HANDLERS
+from jmp_rewrite._graph.kernels import Kernels
 from jmp_rewrite._graph.nodes import (
     FLOAT32,
     Graph,
@@ -59,6 +60,7 @@ def build(
     place: Place = TOP,
     by_path: bool = False,
     by_sign: bool = False,
+    half: np.dtype | None = None,
 ) -> Graph:
     """Builds the graph of a closed jaxpr.
 
@@ -69,8 +71,9 @@ def build(
       by_path: whether a body that is used often is analysed anew in each scope.
       by_sign: whether `x > 0` may be asked of `max(x, 0)`, that is, whether no positive
         number is rounded to 0.
+      half: the compute dtype; kernels of another half dtype round for themselves.
     """
-    builder = Builder(closed, is_opaque, by_path, by_sign)
+    builder = Builder(closed, is_opaque, by_path, by_sign, half)
     jaxpr = _compat.open_jaxpr(closed)
     consts = builder.constants(jaxpr.constvars, _compat.constants(closed))
     arguments = [Value(v.aval, argument=i) for i, v in enumerate(jaxpr.invars)]
@@ -95,6 +98,7 @@ class Builder:
         is_opaque: Callable[[Any], bool],
         by_path: bool,
         by_sign: bool,
+        half: np.dtype | None,
     ) -> None:
         self.nodes: list[Node] = []
         self.loops: list[Loop] = []
@@ -105,8 +109,9 @@ class Builder:
         self._is_opaque = is_opaque
         self._by_path = by_path
         self._by_sign = by_sign
-        self._often = _shared_jaxprs(closed)
+        self._often = shared_jaxprs(closed)
         self._bits: dict[Any, int] = {}
+        self._kernels = Kernels(self.nodes, half)
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
     def sharing_key(self, jaxpr: Any, place: Place) -> Any:
@@ -138,6 +143,8 @@ class Builder:
     ) -> tuple[Instance, list[Value | None]]:
         """Adds the nodes of one use of a jaxpr; returns it and its results."""
         body = _compat.open_jaxpr(jaxpr)
+        if self._calls:
+            self._kernels.enter(self._calls[-1], jaxpr)
         instance = Instance(jaxpr)
         env = {
             var: value
@@ -205,12 +212,16 @@ class Builder:
             self._calls.pop()
             instance.nodes.append(nodes)
             instance.inner[index] = inner
+            for held in inner.bodies:
+                self._kernels.leave(held.jaxpr, eqn)
         else:
             why = "a rule denies it" if holds else LEFT_ALONE.get(name)
             if why and not here.rewritten and reads_float32(eqn):
                 self.opaque.append(Opaque(eqn, here, why, self._where(eqn)))
             nodes, results = self._leaf(eqn, env, here, trips)
             instance.nodes.append(nodes)
+            if not isinstance(nodes, tuple):
+                self._kernels.follow(eqn, nodes, here)
         for var, value in zip(eqn.outvars, results, strict=True):
             if value is not None:
                 env[var] = value
@@ -411,7 +422,7 @@ def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:
     return -value.constant if eqn.primitive.name == "neg" else value.constant
 
 
-def _shared_jaxprs(closed: Any) -> set[int]:
+def shared_jaxprs(closed: Any) -> set[int]:
     """Returns the jaxprs that are analysed once for all their uses.
 
     Every use has its own nodes, so that one use cannot decide for another, unless the

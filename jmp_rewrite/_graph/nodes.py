@@ -19,6 +19,9 @@ from jmp_rewrite import _compat
 from jmp_rewrite._graph.scopes import Place
 
 FLOAT32 = np.dtype(np.float32)
+_HALVES = frozenset({"bfloat16", "float16"})
+# Names of the casts at the edges of a kernel of half operands: down, and back up.
+KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 # What a dimension counts that is a symbol when a program is exported.
 _SYMBOLIC = 64
 
@@ -81,6 +84,7 @@ class Node:
       mixed: another floating-point dtype stands beside float32.
       of_bits: the node of whose bits it is made, masked or shifted; -1 if they are an
         argument's, None if it is no such float.
+      through: the nodes whose results it depends on through a kernel of half values.
     """
 
     __slots__ = (
@@ -94,6 +98,7 @@ class Node:
         "name",
         "of_bits",
         "place",
+        "through",
         "trips",
     )
 
@@ -119,6 +124,7 @@ class Node:
         self.given = False
         self.mixed = False
         self.of_bits: int | None = None
+        self.through: frozenset[int] = frozenset()
 
 
 class Instance:
@@ -271,6 +277,9 @@ def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
             if source >= 0 and source not in sources:
                 sources.append(source)
                 readers[source].append(index)
+        for source in sorted(node.through):
+            sources.append(source)
+            readers[source].append(index)
         reads.append(sources)
     return reads, readers
 
@@ -278,6 +287,10 @@ def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
 def is_float32(aval: Any) -> bool:
     # NumPy's dtypes of one kind are one object, and references have `inner_aval`.
     return getattr(aval, "dtype", None) is FLOAT32 and not _compat.is_reference(aval)
+
+
+def is_half(aval: Any) -> bool:
+    return getattr(getattr(aval, "dtype", None), "name", "") in _HALVES
 
 
 def is_literal(atom: Any) -> bool:

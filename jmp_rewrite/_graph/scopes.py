@@ -7,6 +7,7 @@ name scope while a program is traced is still there in its backward pass.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -17,11 +18,15 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 import jax
 
 from jmp_rewrite import _compat
+from jmp_rewrite._graph import region
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._source import user_level
 
 REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
+# The casts around a half-precision function; the number of the call follows.
+HALF_PRECISION = "jmp_rewrite.half_precision:"
+_MARKS = "jmp_rewrite."  # what passes put in has one too
 # Scopes that JAX itself adds around recomputed code; no user wrote them.
 _RECOMPUTATION = "rematted_computation"
 _RECOMPUTED = frozenset({"checkpoint", _RECOMPUTATION})
@@ -36,6 +41,8 @@ class Place(NamedTuple):
       recomputed: whether the backward pass computes it once more (`jax.checkpoint`).
       rewritten: whether an inner `mixed_precision` has decided already.
       full: whether `full_precision` covers it.
+      call: the number of the `half_precision` call whose operand or result it casts;
+        -1 if it is no such cast.
     """
 
     path: str = ""
@@ -43,6 +50,7 @@ class Place(NamedTuple):
     recomputed: bool = False
     rewritten: bool = False
     full: bool = False
+    call: int = -1
 
 
 TOP = Place()  # of a whole program
@@ -64,11 +72,17 @@ def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
         outer.recomputed or _RECOMPUTATION in names,
         outer.rewritten or REWRITTEN in names,
         outer.full or FULL_PRECISION in names,
+        max([outer.call, *map(_call_of, names)]),
     )
 
 
 def _is_mark(name: str) -> bool:
-    return name in (REWRITTEN, FULL_PRECISION)
+    return name.startswith(_MARKS)
+
+
+def _call_of(name: str) -> int:
+    is_cast = name.startswith(HALF_PRECISION)
+    return int(name.removeprefix(HALF_PRECISION)) if is_cast else -1
 
 
 P = ParamSpec("P")
@@ -85,9 +99,10 @@ class _FullPrecision:
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:
-        scope = jax.named_scope(FULL_PRECISION)
-        scope.__enter__()
-        self._entered.append(scope)
+        scopes = contextlib.ExitStack()
+        scopes.enter_context(jax.named_scope(FULL_PRECISION))
+        scopes.enter_context(region.in_full_precision())
+        self._entered.append(scopes)
 
     def __exit__(self, *exc: Any) -> None:
         self._entered.pop().__exit__(*exc)
@@ -100,13 +115,14 @@ def _in_full_precision(fun: Callable[P, R]) -> Callable[P, R]:
     if not callable(fun):
         raise TypeError(
             "full_precision expected a function to decorate, got "
-            f"{fun!r}. Use `with full_precision():` around code that is traced."
+            f"{type(fun).__name__}. Use `with full_precision():` around code that is "
+            "traced."
         )
 
     # What a function carries is copied; the fields of a module are no business here.
     @functools.wraps(fun, updated=("__dict__",) if inspect.isfunction(fun) else ())
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.named_scope(FULL_PRECISION):
+        with jax.named_scope(FULL_PRECISION), region.in_full_precision():
             return fun(*args, **kwargs)
 
     return wrapped

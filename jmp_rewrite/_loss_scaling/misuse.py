@@ -26,8 +26,8 @@ NOT_SCALED = (
     "the loss function that is differentiated"
 )
 DIVIDED_TWICE = (
-    "these gradients went through unscale, and this update divides them by the loss "
-    "scale again, so they all but vanish: write "
+    "these gradients are divided by the loss scale already, by unscale or by a norm of "
+    "their own, and this update divides them again, so they all but vanish: write "
     "tx.update(grads, opt_state, params, grads_unscaled=True)"
 )
 NOT_UNSCALED = (

@@ -282,10 +282,14 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         return optax.GradientTransformationExtraArgs(inner.init, inner.update)
     if isinstance(inner, optax.GradientTransformation):
         return optax.with_extra_args_support(inner)
+    hint = ""
+    if callable(inner):
+        hint = f": call it first, as in {getattr(inner, '__name__', 'it')}(...)"
+    elif isinstance(inner, str | int | float):
+        hint = ": a loss scale comes second, as in loss_scaling(tx, 1024.0)"
     raise ValueError(
         "expected inner to be an optax.GradientTransformation, such as "
-        f"optax.adamw(1e-3), got {inner!r}: a number comes second, as in "
-        "loss_scaling(tx, 1024.0)"
+        f"optax.adamw(1e-3), got {inner!r}{hint}"
     )
 
 

@@ -20,6 +20,7 @@ from jmp_rewrite._passes.recompute_activations import recompute_activations
 from jmp_rewrite._passes.recompute_logistic import recompute_logistic
 from jmp_rewrite._passes.recompute_stacks import recompute_stacks
 from jmp_rewrite._passes.round_last_gradients import round_last_gradients
+from jmp_rewrite._passes.scatter_as_select import scatter_as_select
 from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
@@ -55,6 +56,13 @@ PASSES: tuple[Pass, ...] = (
         "nothing",
         frozenset({"sharding_constraint"}),
         whole_steps_only=False,
+    ),
+    Pass(
+        "scatter_as_select",
+        scatter_as_select,
+        ("all",),
+        "nothing",
+        frozenset({"scatter", "scatter-add"}),
     ),
     Pass(
         "attention_feature_sums",

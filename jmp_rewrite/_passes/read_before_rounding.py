@@ -82,17 +82,22 @@ def _read_exact(editor: Editor, body: Body, index: int, exact: Any, late: bool) 
     readers = [
         (at, position)
         for at, position in body.reads(wide)
-        if at >= 0
-        and at not in body.held
-        and body.eqns[at].primitive.name not in LANES
-        and (late or not editor.is_backward(body, at))
+        if at < 0 or late or not editor.is_backward(body, at)
     ]
-    if not readers or editor.was_here(body, wide):
+    # All of a pass or none: one that subtracts what another made is to find it there.
+    if not readers or any(_stays(body, at) for at, _ in readers):
+        return
+    if editor.was_here(body, wide):
         return
     branches = {Where((CPU,)): _exact}
     (read,) = editor.choose(body, index, [wide], [exact], branches, after=True)
     for at, position in readers:
         editor.read(body, at, position, read)
+
+
+def _stays(body: Body, at: int) -> bool:
+    """Whether a reader cannot be given another value: a result, a loop, a call."""
+    return at < 0 or at in body.held or body.eqns[at].primitive.name in LANES
 
 
 def _exact(stored: Any, exact: Any) -> Any:

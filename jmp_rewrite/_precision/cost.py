@@ -268,11 +268,11 @@ def _ends_kernel(graph: Graph, pins: Pins) -> list[bool]:
 
 
 def _sources(node: Node) -> list[int]:
-    """Returns the nodes whose results a node reads, or of whose bits it is made."""
+    """Returns the nodes that a node reads: their results, or bits; through kernels."""
     found = [v.node for v in node.inputs if v.node >= 0]
     if node.of_bits is not None and node.of_bits >= 0:
         found.append(node.of_bits)
-    return found
+    return [*found, *node.through]
 
 
 def _levels(graph: Graph, stored: Sequence[bool]) -> list[int]:

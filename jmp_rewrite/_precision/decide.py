@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Node, elements
+from jmp_rewrite._graph.region import Region
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
@@ -18,7 +19,8 @@ from jmp_rewrite._precision.cost import (
     reads_half,
     storage,
 )
-from jmp_rewrite._precision.pins import NO_PRODUCT, SCOPE, Pins, bare
+from jmp_rewrite._precision.local import SCOPE
+from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.attributes import COMPARES, PICKS
 from jmp_rewrite._rules.table import Category
@@ -82,6 +84,8 @@ class Plan:
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
       asked: the nodes for which a scope of the policy asks for float32.
+      region: what it was traced as; None if nobody said.
+      is_differentiated: whether it is known to be differentiated from outside.
     """
 
     graph: Graph
@@ -91,6 +95,8 @@ class Plan:
     shared: bool
     nested: Callable[[Any, Place], Plan]
     asked: frozenset[int] = frozenset()
+    region: Region | None = None
+    is_differentiated: bool = False
 
     @property
     def rewrites(self) -> bool:
@@ -155,6 +161,8 @@ def make_plan(
         _follow_exactly(graph, pins, labels)
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
+    for node in pins.reduced:
+        labels[node] = True
     actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
     plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
     asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
@@ -215,6 +223,8 @@ def _action(
     action = Action.FULL
     if reads_half(index, pins):
         return action | Action.HALF | (0 if labels[index] else Action.EMITS_FULL)
+    if index in pins.reduced:
+        return action | Action.HALF
     sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
     if index in pins.sinks:
         exact = bool(sources) and all(sources) and moves_exactly(node, pins)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Node, Value, elements, reached
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules.table import DECOMPOSITIONS, Category
 
 # The elements of a result are elements of the operands, each used once.
 MOVES = frozenset(
@@ -65,6 +65,24 @@ def made_by_products(
     """Returns the nodes that have a matrix multiplication upstream."""
     products = (n for n, c in enumerate(categories) if c is Category.ALLOW)
     return reached(products, consumers)
+
+
+def made_by(
+    products: Iterable[int], nodes: Sequence[Node], consumers: Sequence[Sequence[int]]
+) -> set[int]:
+    """Returns what these matrix multiplications have made, and they themselves.
+
+    What a decomposition makes of it is as exact as any float32 code's, not as a half
+    product: it read unrounded values.
+    """
+    found = set(products)
+    stack = list(found)
+    while stack:
+        for node in consumers[stack.pop()]:
+            if node not in found and nodes[node].name not in DECOMPOSITIONS:
+                found.add(node)
+                stack.append(node)
+    return found
 
 
 def leads_to_product(
@@ -200,3 +218,24 @@ def has_to_be_read(value: Value, size: int) -> bool:
     if value.constant is not None or not value.made_of_data:
         return False
     return 2 * elements([value.aval]) >= size
+
+
+def statistics(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
+    """Returns what is computed from reductions alone: means, variances, maxima.
+
+    They are small, and much is computed from each of them.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        size = elements(node.avals)
+        if node.name in REDUCTIONS:
+            before = max((elements([v.aval]) for v in node.inputs), default=0)
+            is_statistic = before >= SMALL * size
+        elif categories[node.index] is Category.ALLOW:
+            is_statistic = False
+        else:
+            large = [v for v in node.inputs if has_to_be_read(v, size)]
+            is_statistic = bool(large) and all(v.node in found for v in large)
+        if is_statistic:
+            found.add(node.index)
+    return found

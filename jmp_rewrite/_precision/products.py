@@ -25,6 +25,8 @@ _HALVES = ("bfloat16", "float16")
 
 def request(node: Node) -> str | None:
     """Returns why a multiplication by itself stays float32; None if it need not."""
+    if node.name not in PRODUCTS:
+        return None
     if asked := _explicit_precision(node.eqn):
         return f"full: precision {asked} was asked for"
     if not node.avals[0].shape:

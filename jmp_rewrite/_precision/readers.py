@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Node, Value
-from jmp_rewrite._precision.origins import MOVES, leads_to_product
+from jmp_rewrite._graph.nodes import Graph, Node, Value, elements
+from jmp_rewrite._precision.origins import MOVES, is_backward, leads_to_product
 from jmp_rewrite._rules.table import PRODUCTS, SHARP
 
 # A sum with an exact value still holds it behind these.
@@ -32,6 +32,7 @@ _KEEPS_OFFSET = MOVES | {
 
 
 _SUMS = frozenset({"add", "add_any", "sub"})
+_TURNS = frozenset({"neg"})
 # A mean of a value is no part of it: normalizations subtract it.
 _MOVES_TERMS = _KEEPS_OFFSET - {"reduce_sum"}
 # A sum of more values is followed no further back.
@@ -97,6 +98,46 @@ def offsets(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
         if len(node.inputs) == 2 and all(v.node in mixed for v in node.inputs):
             _follow_back(node, mixed, graph, found)
     return found
+
+
+def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int, int]:
+    """Returns the cotangents that a returned gradient is a sum of, and that sum.
+
+    They may cancel, as those of a difference of near values do, and the sum is stored
+    in float32 anyway. A gradient that is summed over a batch is none of these: there
+    the roundings average out.
+
+    Args:
+      graph: the program.
+      made: the nodes that have a matrix multiplication upstream.
+      useful: the nodes that lead to a matrix multiplication.
+    """
+    found: dict[int, int] = {}
+    returned = {v.node for v in graph.results}
+    for node in reversed(graph.nodes):
+        if node.index not in returned or node.index in useful:
+            continue
+        if not is_backward(node) or node.name not in _SUMS | _TURNS | MOVES:
+            continue
+        size = elements(node.avals)
+        read = [v.node for v in node.inputs if elements([v.aval]) == size]
+        returned.update(n for n in read if n >= 0)
+        if node.name in _SUMS and all(n in made for n in read) and len(read) > 1:
+            _follow_back(node, made & _backward_sums(graph, read), graph, found)
+    return found
+
+
+def _backward_sums(graph: Graph, starts: list[int]) -> set[int]:
+    """Returns these nodes, and what they are sums of, moved and turned."""
+    found = set(starts)
+    stack = list(found)
+    while stack:
+        node = graph.nodes[stack.pop()]
+        if node.name in _SUMS | _TURNS | MOVES:
+            new = {v.node for v in node.inputs if v.node >= 0} - found
+            found |= new
+            stack += new
+    return {n for n in found if is_backward(graph.nodes[n])}
 
 
 def _follow_back(

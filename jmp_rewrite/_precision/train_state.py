@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_rewrite._graph.nodes import Graph, Node, Value, elements, reached
+from jmp_rewrite._graph.nodes import Graph, Loop, Node, Value, elements, reached
 from jmp_rewrite._precision.origins import MOVES, is_backward, root_of
 from jmp_rewrite._rules.table import Category
 
@@ -252,8 +252,8 @@ def _paths(
 ) -> set[int]:
     """Returns what lies on a path from an argument to a result of the same shape.
 
-    Only forward, through what has no numerical danger, and not the layers of a residual
-    stream: paths through the backward pass carry gradients.
+    Only forward, through arrays without numerical danger, and not the layers of a
+    residual stream: paths through the backward pass carry gradients.
     """
     returned = {v.aval.shape for v in graph.results if v.node >= 0}
     shapes = {v.aval.shape for v in graph.arguments if v.aval.shape} & returned
@@ -267,7 +267,7 @@ def _paths(
         -1
         if categories[n.index] in (Category.INFER, Category.CLEAR)
         and not n.place.backward
-        and n.avals
+        and any(aval.shape for aval in n.avals)
         and n.index not in layers
         else 0
         for n in graph.nodes
@@ -278,24 +278,51 @@ def _paths(
 def _carried(
     graph: Graph, categories: Sequence[Category | None], streams: set[int]
 ) -> set[int]:
-    """Returns what lies between a loop's carry and what an iteration hands on.
+    """Returns what lies between a loop's carries and what an iteration hands on.
 
-    Through anything but a matrix multiplication, in the pass that the loop stands in:
-    a rounding there is one in each iteration.
+    A rounding there is one in each iteration. Through what has no numerical danger from
+    any carry to any, as an LSTM's hidden state leads to its cell; from a carry to its
+    own next value through anything but a matrix multiplication.
+    """
+    carries = [
+        (loop, n, received, handed_on)
+        for n, loop in enumerate(graph.loops)
+        for received, handed_on in loop.carries
+        if received not in streams
+    ]
+    safe = frozenset({Category.INFER, Category.CLEAR})
+    together = {received: 1 << n for _, n, received, _ in carries}
+    alone = {received: 1 << k for k, (_, _, received, _) in enumerate(carries)}
+    pairs = [(loop, received, handed_on) for loop, _, received, handed_on in carries]
+    state = _along(graph, pairs, together, [c in safe for c in categories])
+    anything = [c is not Category.ALLOW for c in categories]
+    return state | _along(graph, pairs, alone, anything)
+
+
+def _along(
+    graph: Graph,
+    carries: Sequence[tuple[Loop, int, int]],
+    bits: Mapping[int, int],
+    passes: Sequence[bool],
+) -> set[int]:
+    """Returns what lies between carries of the same bit, in the pass of their loop.
+
+    Args:
+      graph: the program.
+      carries: the loop of each, the node that receives it, the one that hands it on.
+      bits: the bit of each, by the node that receives it.
+      passes: of each node, whether a path leads through it.
     """
     size = len(graph.nodes)
     begins, ends = [0] * size, [0] * size
-    passes = {False: 0, True: 0}
-    for k, loop in enumerate(graph.loops):
-        passes[loop.place.backward and not loop.place.recomputed] |= 1 << k
-        for received, handed_on in loop.carries:
-            if received not in streams:
-                begins[received] |= 1 << k
-                ends[handed_on] |= 1 << k
+    of_pass = {False: 0, True: 0}
+    for loop, received, handed_on in carries:
+        bit = bits[received]
+        of_pass[loop.place.backward and not loop.place.recomputed] |= bit
+        begins[received] |= bit
+        ends[handed_on] |= bit
     follows = [
-        passes[is_backward(n)]
-        if categories[n.index] is not Category.ALLOW and n.avals
-        else 0
+        of_pass[is_backward(n)] if passes[n.index] and n.avals else 0
         for n in graph.nodes
     ]
     return _between(graph, begins, ends, follows, {})

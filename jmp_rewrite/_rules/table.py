@@ -634,7 +634,31 @@ ACCUMULATES: frozenset[str] = frozenset(
 )
 """What accumulates in float32 even where a policy's rule makes it half."""
 
-SHARP: frozenset[str] = frozenset(
+DECOMPOSITIONS: frozenset[str] = frozenset(
+    {
+        "cholesky",
+        "cholesky_update",
+        "custom_linear_solve",
+        "eig",
+        "eigh",
+        "geqp3",
+        "geqrf",
+        "hessenberg",
+        "householder_product",
+        "lu",
+        "ormqr",
+        "qr",
+        "schur",
+        "svd",
+        "symmetric_product",
+        "triangular_solve",
+        "tridiagonal",
+        "tridiagonal_solve",
+    }
+)
+"""Linear algebra without a half form: what it makes is as exact as float32."""
+
+SHARP: frozenset[str] = DECOMPOSITIONS | frozenset(
     {
         "acos",
         "acosh",
@@ -643,37 +667,19 @@ SHARP: frozenset[str] = frozenset(
         "bessel_i0e",
         "bessel_i1e",
         "ceil",
-        "cholesky",
-        "cholesky_update",
         "cos",
-        "custom_linear_solve",
         "digamma",
-        "eig",
-        "eigh",
         "erf_inv",
         "floor",
-        "geqp3",
-        "geqrf",
-        "hessenberg",
-        "householder_product",
         "igamma",
         "igamma_grad_a",
         "igammac",
         "lgamma",
-        "lu",
-        "ormqr",
         "polygamma",
-        "qr",
         "regularized_incomplete_beta",
         "round",
-        "schur",
         "sin",
-        "svd",
-        "symmetric_product",
         "tan",
-        "triangular_solve",
-        "tridiagonal",
-        "tridiagonal_solve",
         "zeta",
     }
 )
@@ -685,6 +691,11 @@ _NAMES = {
     "float32": "float32",
     "mixed_bfloat16": "bfloat16",
     "mixed_float16": "float16",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
 }
 
 _PHRASES = {
@@ -702,7 +713,7 @@ def default_rules(compute_dtype: object) -> dict[str, Category]:
 
     Args:
         compute_dtype: `float16`, `bfloat16` or `float32`, as a string, a dtype or a
-            scalar type, or a policy's name, `"mixed_float16"` or `"mixed_bfloat16"`.
+            scalar type, in short (`"bf16"`, `"fp16"`), or as a policy's name.
             `float32` gives the table of bfloat16, which a float32 policy does not use.
 
     Returns:

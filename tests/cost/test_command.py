@@ -105,6 +105,18 @@ def test_a_bad_device_is_a_line(job, compiler, capsys, device):
 def test_a_module_that_is_not_there(job, compiler, capsys):
     with pytest.raises(SystemExit) as end:
         main(["estimate", "no_such_module:job", "--device", "v5e"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "there is no module 'no_such_module': is it on the path?" in said
+    assert said.count("\n") == 1
+
+
+def test_a_module_that_lacks_another(tmp_path, monkeypatch, compiler, capsys):
+    """That is no bad argument: something is to be installed."""
+    (tmp_path / "lacks_one.py").write_text("import no_such_module")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["estimate", "lacks_one:job", "--device", "v5e"])
     assert end.value.code == 1
     assert "No module named 'no_such_module'" in capsys.readouterr().err
 

@@ -4,8 +4,8 @@ import pytest
 
 from jmp_rewrite._diagnose.blame import Finding, blame
 from jmp_rewrite._diagnose.counts import SPOILT, UNKNOWN, Counts
-from jmp_rewrite._diagnose.lines import Line
 from jmp_rewrite._diagnose.sentences import sentence
+from jmp_rewrite._source import Line
 
 
 def finding(index, error, appeared=0.0, reads=(), line=None, **fields):
@@ -36,16 +36,46 @@ def test_where_it_appears_and_not_where_it_is_handed_on():
     assert 3 not in worst(chain, {3: 0.6})
 
 
-def test_an_amplified_error_is_that_of_what_was_rounded():
-    """A temperature of 1e-4: the similarity is what should be float32."""
+def temperature():
+    """A similarity divided by 1e-4, and a difference of its elements."""
     rounded = {"introduced": 0.0019, "is_half": True, "primitive": "dot_general"}
-    chain = [
+    return [
         finding(0, 0.002, 0.0019, line=20, **rounded),
-        finding(1, 0.002, 0.0, [0], primitive="div"),  # by the temperature
+        finding(1, 0.002, 0.0, [0], primitive="div"),
         finding(2, 0.9, 0.88, [1], introduced=1e-7, primitive="sub"),
     ]
+
+
+def test_an_amplified_error_is_that_of_what_was_rounded():
+    """The similarity is what should be float32."""
+    chain = temperature()
     makes = "makes the error of dot_general at model.py:20 450 times as large"
     assert sentence(chain[2], chain) == f"sub: {makes}"
+    first, second, _ = blame(chain, {2: 0.9})
+    assert (first.index, first.blame, first.grown) == (0, 0.88, 2)
+    assert second.blame == pytest.approx(1e-7)
+    becomes = "becomes 450 times as large in sub at model.py:2"
+    assert (
+        sentence(first, chain) == f"dot_general: its rounding error of 0.20% {becomes}"
+    )
+
+
+def test_an_equation_that_rounds_away_most_is_to_blame_itself():
+    chain = temperature()
+    own = chain[2].counts._replace(introduced=0.8)
+    chain[2] = chain[2].replace(counts=own, is_half=True)
+    assert worst(chain, {2: 0.9})[0] == 2
+
+
+def test_where_nothing_was_rounded_the_amplifier_is_to_blame():
+    chain = [finding(0, 0.002, 0.0), finding(1, 0.9, 0.88, [0], primitive="sub")]
+    assert worst(chain, {1: 0.9})[0] == 1
+
+
+def test_what_vanished_is_said_even_of_few_values():
+    few = {"underflowed": 1.0, "dtype": "float16", "is_half": True, "primitive": "neg"}
+    found = finding(0, 0.001, 0.001, size=1e4, **few)
+    assert sentence(found, [found]).startswith("neg: 1 of 10,000 values vanish")
 
 
 def test_what_reaches_no_result_does_no_harm():

@@ -143,7 +143,9 @@ def test_the_diagnosis_that_is_shown_begins_as_one(users_jax):
     """Its words: errors are those of the processor."""
     text = (ROOT / "docs" / "diagnose.md").read_text()
     namespace: dict = {"__name__": "diagnose"}
-    exec(compile(blocks("python", text)[0].lstrip(), "train.py", "exec"), namespace)
+    script, search, *_ = blocks("python", text)
+    for code in (script, search):
+        exec(compile(code.lstrip(), "train.py", "exec"), namespace)
     args = (namespace[name] for name in ("params", "opt_state", "batch"))
     diagnosis = str(jmp_rewrite.diagnose(namespace["train_step"])(*args))
     (shown,) = blocks("text", text)

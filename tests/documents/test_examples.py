@@ -79,6 +79,7 @@ def test_runs_small(name, run_python):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 @each
 def test_prints_what_its_docstring_says(name, run_python):
     """Within a fifth: libraries' versions and processors round differently."""

@@ -100,6 +100,7 @@ def compare(shown, kept, tags, exactly):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 @each
 def test_runs_and_shows_what_is_kept(name, run_python, tmp_path):
     """Words, numbers and pictures; numbers on the JAX version that made them.

@@ -18,9 +18,8 @@ from programs import BY_NAME, mlp, mlp_args
 import jmp_rewrite as jmpr
 from jmp_rewrite import Policy, _devices, explain, mixed_precision
 from jmp_rewrite._explain import stored
-from jmp_rewrite._explain.document import document
 from jmp_rewrite._explain.summary import fold, largest_full, scopes
-from jmp_rewrite._explain.text import render, rich_parts
+from jmp_rewrite._explain.text import render
 from jmp_rewrite._units import bytes_text, flops_text
 
 
@@ -405,10 +404,13 @@ def test_text_fits_its_width(which, with_rich, width, large, monkeypatch):
     if not with_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     small = explain(mlp, "mixed_float16")(*mlp_args())
-    text = render(large if which == "large" else small, width, equations=True)
+    report = large if which == "large" else small
+    lines = render(report, width, equations=False).splitlines()
+    assert len(lines) < 250
+    text = render(report, width)
+    assert text.startswith("\n".join(lines) + "\n\nEquations")
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
-    assert len(lines) < 350
     assert all(line == line.rstrip() for line in lines)
     assert ("─" in text) == with_rich
 
@@ -419,7 +421,7 @@ def test_text_says_what_matters(large, with_rich, monkeypatch):
     assert any(row.reason.startswith(danger) for row in large.equations)
     if not with_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    text = " ".join(render(large, 400, equations=True).split())
+    text = " ".join(render(large, 400).split())
     for part in (
         "step under Policy('mixed_float16')",
         f"{large.half_flops:.1%} of {flops_text(large.flops)}",
@@ -427,22 +429,39 @@ def test_text_says_what_matters(large, with_rich, monkeypatch):
         "Largest values stored in float32 (optimizer update excluded)",
         "layer_*/mlp",
         "full: ",
-        "report.equations has",
+        "report.text(equations=False)",
         *large.advice,
     ):
         assert part in text
 
 
-def test_a_small_program_is_printed_whole():
-    report = explain(mlp, "mixed_bfloat16")(*mlp_args())
-    assert "Equations" not in str(report) and str(report) == report.text()
-    text = render(report, 100, equations=True)
-    assert "Equations, in program order" in text
-    names = [
-        r.primitive for r in report.equations if r.category not in ("call", "inserted")
+@pytest.mark.parametrize("with_rich", [True, False])
+@pytest.mark.parametrize("which", ["large", "small"])
+def test_print_has_a_row_for_each_equation(which, with_rich, large, monkeypatch):
+    """Line, scope, primitive, category, dtype and reason; of 10,000 equations too."""
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    report = large
+    if which == "small":
+        report = explain(mlp, "mixed_bfloat16")(*mlp_args())
+    assert str(report) == report.text()
+    assert str(report).startswith(report.text(equations=False))
+    text = render(report, 400)  # wide enough for a line a row
+    _, _, body = text.partition("Equations, in program order\n\n")
+    head, _, *lines = body.partition("\n\n")[0].splitlines()
+    titles = ["line", "scope", "primitive", "category", "dtype", "reason"]
+    assert head.split() == titles
+    starts = [head.index(title) for title in titles] + [None]
+    found = [
+        [line[a:b].strip() for a, b in zip(starts, starts[1:], strict=False)]
+        for line in lines
     ]
-    table = text[text.index("Equations, in program order") :]
-    assert [w for w in re.findall(r"^ (\w+) +", table, re.M) if w in names] == names
+    assert found == [
+        [r.line, r.layer, r.primitive, r.category, r.dtype, r.reason]
+        for r in report.equations
+    ]
+    many = len(found) > 100
+    assert many == (which == "large") == (f"{len(found):,} equations\n" in text)
 
 
 def test_text_is_the_same_every_time(run_python, large):
@@ -463,8 +482,10 @@ def test_rich_prints_a_report_in_color():
     console = Console(force_terminal=True, width=100, color_system="standard")
     with console.capture() as captured:
         report = explain(mlp, "mixed_bfloat16")(*mlp_args())
-        console.print(report, *rich_parts(document(report, equations=True)))
+        console.print(report)
     assert "\x1b[32mhalf: matrix" in captured.get()
+    plain = re.sub(r"\x1b\[[\d;]*m", "", captured.get())
+    assert plain.split() == render(report, 100).split()
 
 
 def test_repr_is_short():

@@ -521,9 +521,18 @@ def test_arrays_are_used_as_they_are():
     assert scale_after(jnp.float32(8), jnp.int32(1)) == 16
 
 
-@pytest.mark.parametrize("inner", [1024.0, "adam", optax.adam, object()])
-def test_an_optimizer_that_is_none(inner):
-    with pytest.raises(ValueError, match="expected inner to be an optax.Gradient"):
+@pytest.mark.parametrize(
+    ("inner", "hint"),
+    [
+        (1024.0, ": a loss scale comes second, as in loss_scaling.tx, 1024.0.$"),
+        ("adam", ": a loss scale comes second"),
+        (optax.adam, r": call it first, as in adam\(\.\.\.\)$"),
+        ([], r"\[\]$"),
+    ],
+)
+def test_an_optimizer_that_is_none(inner, hint):
+    expected = f"expected inner to be an optax.GradientTransformation, .*{hint}"
+    with pytest.raises(ValueError, match=expected):
         loss_scaling(inner)
 
 

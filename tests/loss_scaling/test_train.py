@@ -230,6 +230,29 @@ def test_wants_a_loss_function():
         make_train_step(optax.sgd(0.1), loss_fn, "float32")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "has_aux", "said"),
+    [
+        (
+            lambda w, x: (jnp.sum(w * x), x),
+            False,
+            "a loss with has_aux=False, got a tup",
+        ),
+        (lambda w, x: jnp.sum(w * x), True, r"\(loss, aux\) with has_aux=True, got a "),
+        (
+            lambda w, x: (jnp.sum(w * x), x, w),
+            True,
+            r"\(loss, aux\) with .* tuple of 3",
+        ),
+    ],
+)
+def test_wants_what_has_aux_says(wrong, has_aux, said):
+    tx = optax.sgd(0.1)
+    step = make_train_step(wrong, tx, "mixed_bfloat16", has_aux=has_aux)
+    with pytest.raises(ValueError, match=f"expected loss_fn to return {said}"):
+        step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
 def test_enable_sets_the_policy_and_wraps():
     for _ in range(2):  # calling it twice is fine
         tx = enable_mixed_precision_graph_rewrite(optax.sgd(0.1), 8.0)

@@ -542,6 +542,28 @@ def test_a_rounded_product_is_as_it_is_read(read):
     assert error < 8 * EPS["mixed_bfloat16"]
 
 
+def test_a_rounded_product_of_stacked_weights_is_transposed_in_half():
+    """Widened before it is transposed, it would be no view of the product."""
+    w, x = jnp.asarray(normal(3, D, F)), jnp.asarray(normal(3, T, D))
+    out = jnp.asarray(normal(3, F, D))
+
+    def step(w, x):
+        def loss(w):
+            h = jnp.einsum("etd,edf->etf", x, w)
+            return jnp.square(jnp.einsum("etf,efd->etd", jnp.tanh(h), out)).mean()
+
+        return w - jax.grad(loss)(w)
+
+    half = mixed_precision(step, "mixed_bfloat16")
+    (choice,) = choices(jax.make_jaxpr(half)(w, x), "round_last_gradients")
+    assert names_in(choice) == ["dot_general", "transpose", "convert_element_type"]
+    assert choice.outvars[0].aval.shape == w.shape
+    for device in ("NVIDIA H200", "CPU"):
+        with use_passes(device=device):
+            found = jax.jit(half)(w, x)
+        assert relative_error(found - w, step(w, x) - w) < 8 * EPS["mixed_bfloat16"]
+
+
 def test_a_rounded_product_is_mapped_and_differentiated():
     step, params, x = step_of(jax.nn.relu, biased=False)
     half = jax.jit(mixed_precision(step, "mixed_bfloat16"))

@@ -8,7 +8,7 @@ from helpers import EPS, dtypes_in, dtypes_out, eqns, products, trace, walk
 from jax import lax
 from programs import weights
 
-from jmp_rewrite import explain, mixed_precision
+from jmp_rewrite import explain, mixed_precision, use_passes
 
 W = 8
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
@@ -201,6 +201,27 @@ def test_an_offset_is_added_behind_the_rounding(policy):
     exact = np.asarray(x, np.float64) @ np.asarray(w1, np.float64) @ np.asarray(w2)
     found = np.asarray(mixed_precision(units, policy)(x, mean, std), np.float64)
     assert np.linalg.norm(found - exact) < 3 * EPS[policy] * np.linalg.norm(exact)
+
+
+@both
+def test_cotangents_that_a_returned_gradient_is_a_sum_of(policy):
+    """The residual of a fixed point: what its gradient adds up nearly cancels."""
+    (w,), x, b = weights((32, 32)), jnp.ones((16, 32)), jnp.zeros((16, 32))
+
+    def loss(w, b):
+        z = jnp.tanh(x @ w + b)
+        return jnp.square(z - jnp.tanh(z @ w + b)).sum()
+
+    with use_passes("none"):
+        found = rewritten(jax.grad(loss, argnums=(0, 1)), w, b, policy=policy)
+    widened = {
+        e.outvars[0]
+        for e in eqns(found, "convert_element_type")
+        if e.invars[0].aval.dtype.itemsize == 2
+    }
+    of_b = found.jaxpr.outvars[1]
+    (last,) = [e for e in eqns(found, "add_any") if e.outvars[0] is of_b]
+    assert widened.isdisjoint(last.invars)
 
 
 # ---- 5. Products that stay float32

@@ -252,7 +252,7 @@ def test_only_products_are_allowed():
 
 @pytest.mark.parametrize(
     "spelling",
-    ["float16", "mixed_float16", np.float16, jnp.float16, np.dtype("float16")],
+    ["float16", "mixed_float16", "fp16", np.float16, jnp.float16, np.dtype("float16")],
 )
 def test_default_rules_reads_every_spelling_of_float16(spelling):
     assert default_rules(spelling) == {**RULES, **FLOAT16}
@@ -260,7 +260,7 @@ def test_default_rules_reads_every_spelling_of_float16(spelling):
 
 @pytest.mark.parametrize(
     "spelling",
-    ["bfloat16", "mixed_bfloat16", ml_dtypes.bfloat16, jnp.bfloat16, "float32"],
+    ["bfloat16", "mixed_bfloat16", "bf16", ml_dtypes.bfloat16, jnp.bfloat16, "float32"],
 )
 def test_default_rules_of_bfloat16_and_float32_is_the_table(spelling):
     assert default_rules(spelling) == dict(RULES)

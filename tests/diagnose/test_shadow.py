@@ -1,4 +1,4 @@
-"""The run in lockstep computes what both programs compute by themselves."""
+"""A run with shadows computes the rewritten program and the one in float32."""
 
 import functools
 
@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec as P
 from programs import BY_NAME, PROGRAMS, W, mesh, normal
 
 from jmp_rewrite import _compat, _transform, use_passes
-from jmp_rewrite._diagnose import lockstep as _lockstep
-from jmp_rewrite._diagnose import lockstep_loops
+from jmp_rewrite._diagnose import loops
+from jmp_rewrite._diagnose import shadow as _shadow
+from jmp_rewrite._diagnose.calls import HANDLERS
 from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.float32 import in_float32
-from jmp_rewrite._diagnose.lockstep_calls import HANDLERS
+from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._policy import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
@@ -45,12 +46,20 @@ def rounded_on_cpus():
         yield
 
 
-def lockstep(fun, args, policy="mixed_bfloat16", rounded_less=False):
-    """Returns the results of both programs, those expected, and the findings."""
+def shadowed(fun, args, policy="mixed_bfloat16"):
+    """Runs the rewritten program with shadows."""
     traced = _transform.trace_call(fun, args, {})
     plan = _transform.decide_traced(traced, Policy(policy))
     consts = _compat.constants(traced.closed)
-    pairs, run = _lockstep.run(plan, HANDLERS, consts, traced.arrays)
+    closed = resolve(_transform.optimized(plan).closed, "", required=False)
+    pairs, run = _shadow.run(closed, consts, traced.arrays, HANDLERS)
+    return pairs, run, traced, plan
+
+
+def both(fun, args, policy="mixed_bfloat16", rounded_less=False):
+    """Returns pairs of values and shadows, those expected, and the findings."""
+    pairs, run, traced, plan = shadowed(fun, args, policy)
+    consts = _compat.constants(traced.closed)
     rewritten = as_written(plan, consts, traced.arrays, rounded_less)
     original = evaluate(traced.closed, traced.arrays, in_float32)
     findings, _ = findings_of(run, [None] * len(traced.arrays))
@@ -75,14 +84,23 @@ def same(xs, ys, is_compiled):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+def alike(shadows, original):
+    """Shadows run the passes' program, which adds up in another order."""
+    for shadow, expected in zip(shadows, original, strict=True):
+        if not jnp.issubdtype(shadow.dtype, jnp.inexact):
+            same([shadow], [expected], False)
+        else:
+            assert relative_error([shadow], [expected]) < FUSED
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_both_programs(program):
-    pairs, rewritten, original, findings = lockstep(
+    pairs, rewritten, original, findings = both(
         program.fun, program.args(), rounded_less=program.name in ROUNDED_LESS
     )
     is_compiled = program.name in COMPILED
     same([p.value for p in pairs], rewritten, is_compiled)
-    same([p.reference for p in pairs], original, is_compiled)
+    alike([p.shadow for p in pairs], original)
     assert all(0 <= f.error < 2 for f in findings)
     assert all(i < f.index for f in findings for i in f.reads)
 
@@ -90,11 +108,11 @@ def test_both_programs(program):
 def test_float16_too():
     for name in ("attention", "rnn", "step_momentum"):
         program = BY_NAME[name]
-        pairs, rewritten, original, _ = lockstep(
+        pairs, rewritten, original, _ = both(
             program.fun, program.args(), "mixed_float16"
         )
         same([p.value for p in pairs], rewritten, False)
-        same([p.reference for p in pairs], original, False)
+        alike([p.shadow for p in pairs], original)
 
 
 def test_the_reference_knows_no_half():
@@ -105,9 +123,9 @@ def test_the_reference_knows_no_half():
         return h.astype(jnp.float32) + jnp.float32(1)
 
     x, w = normal(4, W), normal(W, W)
-    pairs, *_ = lockstep(fun, (x, w))
+    pairs, *_ = both(fun, (x, w))
     expected = jnp.asarray(x) @ w * np.float32(3) + np.float32(1)
-    np.testing.assert_array_equal(pairs[0].reference, expected)
+    np.testing.assert_array_equal(pairs[0].shadow, expected)
     assert pairs[0].error > 1e-4
 
 
@@ -155,11 +173,11 @@ def nested(x, w):
 @pytest.mark.parametrize("loop", [long_scan, backwards, converging, branching, nested])
 def test_loops(monkeypatch, few, loop):
     """A loop is run equation by equation or compiled, with the same numbers."""
-    monkeypatch.setattr(lockstep_loops, "_FEW", few)
+    monkeypatch.setattr(loops, "_FEW", few)
     x, w = normal(4, W), normal(W, W, scale=0.3)
-    pairs, rewritten, original, findings = lockstep(loop, (x, w), rounded_less=True)
+    pairs, rewritten, original, findings = both(loop, (x, w), rounded_less=True)
     assert relative_error([p.value for p in pairs], rewritten) < FUSED
-    assert relative_error([p.reference for p in pairs], original) < FUSED
+    assert relative_error([p.shadow for p in pairs], original) < FUSED
     inside = [f for f in findings if f.iteration]
     assert inside
     assert all(f.counts.size for f in inside)
@@ -168,7 +186,7 @@ def test_loops(monkeypatch, few, loop):
 @pytest.mark.parametrize("few", [0, 64])
 def test_iterations_are_counted_from_the_front(monkeypatch, few):
     """The iteration is an index into `xs`, in whichever order they are gone through."""
-    monkeypatch.setattr(lockstep_loops, "_FEW", few)
+    monkeypatch.setattr(loops, "_FEW", few)
 
     def fun(w, xs, reverse):
         def body(c, x):
@@ -178,7 +196,7 @@ def test_iterations_are_counted_from_the_front(monkeypatch, few):
 
     xs = jnp.ones((6, 4, W)).at[2].set(500)
     for reverse in (False, True):
-        *_, findings = lockstep(
+        *_, findings = both(
             lambda w, xs, r=reverse: fun(w, xs, r), (jnp.eye(W), xs), "mixed_float16"
         )
         (spoilt,) = [f for f in findings if f.overflowed]
@@ -210,11 +228,11 @@ SHARDED = {
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards(name):
     x, w = normal(4, W), normal(W, W)
-    pairs, rewritten, original, findings = lockstep(
+    pairs, rewritten, original, findings = both(
         SHARDED[name], (x, w), rounded_less=True
     )
     assert relative_error([p.value for p in pairs], rewritten) < FUSED
-    assert relative_error([p.reference for p in pairs], original) < FUSED
+    assert relative_error([p.shadow for p in pairs], original) < FUSED
     (product,) = [f for f in findings if f.primitive == "dot_general" and f.counts][:1]
     assert product.counts.size in (4 * W, 3 * 4 * W)  # all devices, all iterations
 
@@ -229,11 +247,11 @@ def test_two_branches():
     x = jnp.full((W, W), 1.001, jnp.float32)
     exact = float((x @ x).sum())
     half = float(sum(np.asarray(x.astype("bfloat16") @ x.astype("bfloat16")).flat))
-    pairs, rewritten, original, findings = lockstep(
+    pairs, rewritten, original, findings = both(
         fun, (x, jnp.float32((exact + half) / 2))
     )
     same([p.value for p in pairs], rewritten, False)
-    same([p.reference for p in pairs], original, False)
+    same([p.shadow for p in pairs], original, False)
     (parted,) = [f for f in findings if f.kind == "branches"]
     assert parted.error == 1 and pairs[0].error == 1
 
@@ -241,7 +259,7 @@ def test_two_branches():
 @pytest.mark.parametrize("few", [0, 64])
 def test_two_exits(monkeypatch, few):
     """Each program leaves a loop when it wants to."""
-    monkeypatch.setattr(lockstep_loops, "_FEW", few)
+    monkeypatch.setattr(loops, "_FEW", few)
 
     def fun(x):
         def goes_on(state):
@@ -255,11 +273,11 @@ def test_two_exits(monkeypatch, few):
         )
 
     x = jnp.eye(W, dtype=jnp.float32) * np.float32(1.003)
-    pairs, rewritten, original, findings = lockstep(fun, (x,))
+    pairs, rewritten, original, findings = both(fun, (x,))
     assert int(pairs[0].value) == int(rewritten[0])
-    assert int(pairs[0].reference) == int(original[0]) != int(rewritten[0])
+    assert int(pairs[0].shadow) == int(original[0]) != int(rewritten[0])
     assert relative_error([p.value for p in pairs[1:]], rewritten[1:]) < FUSED
-    assert relative_error([p.reference for p in pairs[1:]], original[1:]) < FUSED
+    assert relative_error([p.shadow for p in pairs[1:]], original[1:]) < FUSED
     (parted,) = [f for f in findings if f.kind == "branches"]
     assert parted.error == 1
 
@@ -272,9 +290,7 @@ def test_effects_happen_in_one_program_only():
         jax.debug.callback(lambda v: seen.append(v.dtype), h)
         return h
 
-    traced = _transform.trace_call(fun, (jnp.eye(4),), {})
-    plan = _transform.decide_traced(traced, Policy("mixed_bfloat16"))
-    _lockstep.run(plan, HANDLERS, _compat.constants(traced.closed), traced.arrays)
+    shadowed(fun, (jnp.eye(4),))
     jax.effects_barrier()
     assert seen == [np.float32]
 
@@ -286,9 +302,9 @@ def test_what_is_the_same_is_computed_once():
         mask = jnp.tril(jnp.ones((4, 4), jnp.float32)) * jnp.exp(x).sum()
         return mask, x @ w
 
-    pairs, *_ = lockstep(fun, (normal(4, 4), normal(4, 4)))
-    assert pairs[0].reference is pairs[0].value
-    assert pairs[1].reference is not pairs[1].value
+    pairs, *_ = both(fun, (normal(4, 4), normal(4, 4)))
+    assert pairs[0].shadow is pairs[0].value
+    assert pairs[1].shadow is not pairs[1].value
 
 
 def test_memory_is_freed_after_the_last_use():
@@ -306,13 +322,6 @@ def test_memory_is_freed_after_the_last_use():
         return np.asarray(x)
 
     x, w = jnp.ones((256, 256)), jnp.eye(256)
-    lockstep_only = functools.partial(_run_only, fun, (x, w))
-    lockstep_only()
+    shadowed(fun, (x, w))
     # The 20 layers in two programs, kept, would be 40 arrays.
     assert max(alive) - min(alive) < 8 * x.nbytes
-
-
-def _run_only(fun, args):
-    traced = _transform.trace_call(fun, args, {})
-    plan = _transform.decide_traced(traced, Policy("mixed_bfloat16"))
-    _lockstep.run(plan, HANDLERS, _compat.constants(traced.closed), traced.arrays)

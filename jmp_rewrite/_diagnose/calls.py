@@ -1,4 +1,4 @@
-"""How equations that hold jaxprs run in lockstep: one function for each kind."""
+"""How equations that hold jaxprs run with shadows: one function for each kind."""
 
 from __future__ import annotations
 
@@ -12,72 +12,54 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.counts import joined
 from jmp_rewrite._diagnose.distance import Measured
-from jmp_rewrite._diagnose.lockstep import Lockstep
-from jmp_rewrite._diagnose.lockstep_loops import scan, while_
-from jmp_rewrite._diagnose.lockstep_states import (
+from jmp_rewrite._diagnose.loops import scan, while_
+from jmp_rewrite._diagnose.pair import Pair
+from jmp_rewrite._diagnose.shadow import Shadow
+from jmp_rewrite._diagnose.states import (
     State,
     Traced,
     compiled,
-    constants,
     error_of,
-    joint,
-    passed,
     state_of,
     types_of,
     varying,
 )
-from jmp_rewrite._diagnose.pair import Pair, pair_of
-from jmp_rewrite._emit.emit import Cell
-from jmp_rewrite._graph.nodes import Inner
+from jmp_rewrite._rules.held import CALLS
 
 # Runs a branch: its number and its operands in, its results out.
 Branch = Callable[[int, Sequence[Pair]], list[Pair]]
 
 
-def call(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
+def call(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
     """Runs a call in place, the body of a custom derivative too."""
-    (body,) = inner.bodies
-    cells: list[Cell] = [*constants(body), *pairs]
-    if inner.joins:
-        invars = _compat.open_jaxpr(body.jaxpr).invars
-        joints = zip(pairs, inner.joins, invars, strict=True)
-        cells[len(cells) - len(pairs) :] = [
-            joint(e, p, node, v.aval) for p, node, v in joints
-        ]
-    pairs.clear()
-    with e.inside(eqn, inner.place):
-        return e.evaluate(body, cells)
+    with e.inside(eqn):
+        return e.evaluate(eqn.params[CALLS[eqn.primitive.name][1]], pairs)
 
 
-def cond(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
-    """Runs the branch that is taken; or both, where the two programs take two."""
+def cond(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
+    """Runs the branch that is taken; or both, where program and shadow take two."""
     which, operands = pairs[0], pairs[1:]
-    arms = len(inner.bodies)
-    own, other = (_clamped(i, arms) for i in (which.value, which.reference))
-    avals = [v.aval for v in eqn.outvars]
+    branches = eqn.params["branches"]
+    arms = len(branches)
+    own, other = (_clamped(i, arms) for i in (which.value, which.shadow))
 
     def branch(arm: int, pairs: Sequence[Pair]) -> list[Pair]:
-        body = inner.bodies[arm]
-        with e.inside(eqn, inner.place):
-            outs = e.evaluate(body, [*constants(body), *(p.copy() for p in pairs)])
-            results = zip(outs, inner.joins, avals, strict=True)
-            return [joint(e, cell, node, aval) for cell, node, aval in results]
+        with e.inside(eqn):
+            return e.evaluate(branches[arm], list(pairs))
 
     if not isinstance(own, int) or not isinstance(other, int):
         return _traced_cond(e, own, other, pairs, branch, arms)
     if own == other:
-        return list(branch(own, operands))
+        return branch(own, operands)
     with e.muted():
-        values, references = branch(own, operands), branch(other, operands)
+        values, shadows = branch(own, operands), branch(other, operands)
     row = _count_branches(e, which, own, other, [p.row for p in operands])
     mixed = [
-        Pair(v.value, r.reference, row=row)
-        for v, r in zip(values, references, strict=True)
+        Pair(v.value, s.shadow, row=row) for v, s in zip(values, shadows, strict=True)
     ]
-    return [p.like(p.value, p.reference, error_of(p)) for p in mixed]
+    return [p.like(p.value, p.shadow, error_of(p)) for p in mixed]
 
 
 def _clamped(index: Any, arms: int) -> Any:
@@ -88,7 +70,7 @@ def _clamped(index: Any, arms: int) -> Any:
 
 
 def _count_branches(
-    e: Lockstep, which: Pair, own: Any, other: Any, reads: Sequence[int]
+    e: Shadow, which: Pair, own: Any, other: Any, reads: Sequence[int]
 ) -> int:
     row = e.add("branches", [which.row, *reads], dtype="int32")
     numbers = [jnp.asarray(own, np.int32)], [jnp.asarray(other, np.int32)]
@@ -97,8 +79,8 @@ def _count_branches(
 
 
 def _traced_cond(
-    e: Lockstep, own: Any, other: Any, pairs: list[Pair], branch: Branch, arms: int
-) -> list[Cell]:
+    e: Shadow, own: Any, other: Any, pairs: list[Pair], branch: Branch, arms: int
+) -> list[Pair]:
     """Runs a `cond` inside a compiled loop: nobody knows yet which branch is taken."""
     which, operands = pairs[0], pairs[1:]
     arrays = [(*p.arrays(), jnp.asarray(p.error)) for p in operands]
@@ -126,7 +108,7 @@ def _traced_cond(
     same = own == other
     runs = [taken(n) for n in range(arms)]
     states, counted = lax.switch(own, runs, arrays)
-    references = lax.cond(
+    shadows = lax.cond(
         same,
         lambda _: [s[1] for s in states],
         lambda a: [s[1] for s in lax.switch(other, runs, a)[0]],
@@ -136,32 +118,29 @@ def _traced_cond(
         one.keep(jax.tree.map(lambda n, z: jnp.where(same, n, z), new, empty))
     row = _count_branches(e, which, own, other, made)
     return [
-        Pair(value, reference, jnp.where(same, error, jnp.float32(1.0)), row)
-        for (value, _, error), reference in zip(states, references, strict=True)
+        Pair(value, shadow, jnp.where(same, error, jnp.float32(1.0)), row)
+        for (value, _, error), shadow in zip(states, shadows, strict=True)
     ]
 
 
-def shard_map(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Cell]:
-    """Runs each shard in lockstep; what was counted is added up over the devices."""
-    (body,) = inner.bodies
+def shard_map(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
+    """Runs each shard with its shadow; adds up what was counted over the devices."""
     params = eqn.params
     names = tuple(params["newly_manual_axes"])
     checked = names if params["check_vma"] else ()
-    demands = e.demand.of(body)
-    whole = [passed(e, p, d) for p, d in zip(pairs, demands, strict=True)]
     made: list[Pair] = []
     rows: list[int] = []
 
     def local(arrays: Any, errors: Any) -> Any:
-        shards = zip(whole, arrays, errors, strict=True)
-        inside: list[Cell] = [p.like(a[0], a[1], error) for p, a, error in shards]
-        with e.counting() as frame, e.inside(eqn, inner.place, checked):
-            made[:] = [pair_of(c) for c in e.evaluate(body, inside)]
+        shards = zip(pairs, arrays, errors, strict=True)
+        inside = [p.like(a[0], a[1], error) for p, a, error in shards]
+        with e.counting() as frame, e.inside(eqn, checked):
+            made[:] = e.evaluate(params["jaxpr"], inside)
             own = [jnp.asarray(p.error) for p in made]
             counted = varying(e, (own, frame.arrays()))
         rows[:] = frame.rows
-        values, references = [p.value for p in made], [p.reference for p in made]
-        return values, references, jax.tree.map(lambda x: x[None], counted)
+        values, shadows = [p.value for p in made], [p.shadow for p in made]
+        return values, shadows, jax.tree.map(lambda x: x[None], counted)
 
     out_specs = list(params["out_specs"])
     mapped = jax.shard_map(
@@ -170,7 +149,7 @@ def shard_map(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Ce
         in_specs=(
             [
                 (spec, None if p.is_same else spec)
-                for spec, p in zip(params["in_specs"], whole, strict=True)
+                for spec, p in zip(params["in_specs"], pairs, strict=True)
             ],
             PartitionSpec(),
         ),
@@ -178,16 +157,14 @@ def shard_map(e: Lockstep, eqn: Any, inner: Inner, pairs: list[Pair]) -> list[Ce
         check_vma=params["check_vma"],
         axis_names=params["newly_manual_axes"],
     )
-    values, references, (errors, (counts, where, exponents)) = compiled(
-        mapped, [p.arrays() for p in whole], [jnp.asarray(p.error) for p in whole]
+    values, shadows, (errors, (counts, where, exponents)) = compiled(
+        mapped, [p.arrays() for p in pairs], [jnp.asarray(p.error) for p in pairs]
     )
     e.frame.blocks.append((list(rows), *_over_devices(counts, where)))
     e.frame.exponents.append(exponents.sum(0))
     return [
-        p.like(value, reference, jnp.max(error))
-        for p, value, reference, error in zip(
-            made, values, references, errors, strict=True
-        )
+        p.like(value, shadow, jnp.max(error))
+        for p, value, shadow, error in zip(made, values, shadows, errors, strict=True)
     ]
 
 
@@ -201,11 +178,8 @@ def _over_devices(counts: Any, where: Any) -> tuple[Any, Any]:
 
 HANDLERS: Mapping[str, Any] = MappingProxyType(
     {
-        "call": call,
+        **dict.fromkeys(CALLS, call),
         "cond": cond,
-        "custom_jvp": call,
-        "custom_vjp": call,
-        "custom_vmap": call,
         "scan": scan,
         "shard_map": shard_map,
         "while": while_,

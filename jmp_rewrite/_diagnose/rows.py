@@ -1,4 +1,4 @@
-"""What is kept of a run in lockstep: rows of equations, and what was counted."""
+"""What is kept of a run with shadows: rows of equations, and what was counted."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import numpy as np
 from jmp_rewrite._diagnose.counts import WIDTH, joined
 from jmp_rewrite._diagnose.distance import BINS
 from jmp_rewrite._graph.scopes import Place
+from jmp_rewrite._source import Caller
 
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """An equation that was run in lockstep, or a cast of its result.
+    """An equation that was run, or a cast that the rewrite has put in.
 
     Attributes:
-      eqn: the equation; for a cast the one that asked for it; None for an argument.
-      calls: the equations whose jaxprs hold it, outermost first.
+      eqn: the equation; None for an argument.
+      caller: the equation whose jaxpr holds it.
       place: where it stands.
       reads: the rows that made its operands.
       kind: "equation", "argument", "cast", "carry" (what an iteration receives) or
@@ -33,10 +34,12 @@ class Row:
         that both programs have.
       of: for a cast the row that made the value; for an argument its number.
       carried: for a carry the row that made what an iteration hands on.
+      reader: for a cast the equation that asked for it; None if nobody knows.
+      reader_scope: its scope.
     """
 
     eqn: Any
-    calls: tuple[Any, ...]
+    caller: Caller | None
     place: Place
     reads: tuple[int, ...]
     kind: str = "equation"
@@ -45,6 +48,8 @@ class Row:
     terms: tuple[int, ...] = ()
     of: int = -1
     carried: int = -1
+    reader: Caller | None = None
+    reader_scope: str = ""
 
 
 class Frame:

@@ -1,7 +1,7 @@
-"""What loops and branches hand on in lockstep: the values of both programs, as arrays.
+"""What loops and branches hand on: values and shadows, as arrays.
 
-A pair knows more than its arrays: its row, and which casts exist. So it is taken apart
-where a jaxpr is traced or an iteration ends, and put together on the other side.
+A pair knows more than its arrays: its row. So it is taken apart where a jaxpr is traced
+or an iteration ends, and put together on the other side.
 """
 
 from __future__ import annotations
@@ -19,65 +19,31 @@ from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.counts import WIDTH, joined
 from jmp_rewrite._diagnose.distance import BINS, Measured, measure
 from jmp_rewrite._diagnose.evaluate import evaluate
-from jmp_rewrite._diagnose.lockstep import Lockstep
-from jmp_rewrite._diagnose.pair import ZERO, Pair, pair_of
-from jmp_rewrite._emit.demand import AS_HALF
-from jmp_rewrite._emit.emit import Cell
-from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
+from jmp_rewrite._diagnose.pair import ZERO, Pair
+from jmp_rewrite._diagnose.shadow import Shadow
 
-# (value, reference, error): arrays, none of a weak type.
+# (value, shadow, error): arrays, none of a weak type.
 State = tuple[Any, Any, Any]
 
 
-def state_of(e: Lockstep, pair: Pair) -> State:
+def state_of(e: Shadow, pair: Pair) -> State:
     """Returns the arrays of a pair as a loop carries them."""
     error = _compat.vary(_strong(pair.error), e.axes)
-    return _strong(pair.value), _strong(pair.reference), error
-
-
-def joint(e: Lockstep, cell: Cell, node: int | None, aval: Any) -> Pair:
-    """Returns a value in the dtype in which a loop or a branch hands it on."""
-    pair = pair_of(cell)
-    return _read_as(pair, e.to_joint(pair, node, aval))
-
-
-def passed(e: Lockstep, pair: Pair, demand: int) -> Pair:
-    """Returns a value as a body takes it: itself, or its half copy."""
-    return _read_as(pair, e.passed(pair, demand))
-
-
-def _read_as(pair: Pair, value: Any) -> Pair:
-    error, row = pair.read_as(value)
-    return Pair(value, pair.reference, error, row)
-
-
-def cast_outside(
-    e: Lockstep, pairs: Sequence[Pair], demands: Sequence[int]
-) -> list[Pair]:
-    """Casts what a loop only reads, and reads in half, once for all iterations."""
-    for pair, demand in zip(pairs, demands, strict=False):
-        if demand & AS_HALF and e.plan.shared and pair.value.dtype == FLOAT32:
-            e.read_half(pair)
-    return list(pairs)
-
-
-def constants(instance: Instance) -> list[Pair]:
-    """Returns the values of the arrays that a body's jaxpr carries."""
-    return [Pair.same(c) for c in _compat.constants(instance.jaxpr)]
+    return _strong(pair.value), _strong(pair.shadow), error
 
 
 def error_of(pair: Pair) -> Any:
     """Measures the error of a float value: f32[]."""
-    if not jnp.issubdtype(pair.reference.dtype, np.inexact):
+    if not jnp.issubdtype(pair.shadow.dtype, np.inexact):
         return ZERO
-    return measure(Measured([pair.value], [pair.reference]))[0]
+    return measure(Measured([pair.value], [pair.shadow]))[0]
 
 
 def chosen(on: tuple[Any, Any], new: State, old: State) -> State:
-    """Keeps the values of a program that has left a loop."""
+    """Keeps the values of what has left a loop: the program, or its shadow."""
     value = lax.select_n(on[0], old[0], new[0])
-    reference = lax.select_n(on[1], old[1], new[1])
-    return value, reference, new[2]
+    shadow = lax.select_n(on[1], old[1], new[1])
+    return value, shadow, new[2]
 
 
 def is_traced(tree: Any) -> bool:
@@ -107,7 +73,7 @@ def types_of(tree: Any) -> Any:
     return jax.tree.map(jax.typeof, tree)
 
 
-def varying(e: Lockstep, tree: Any) -> Any:
+def varying(e: Shadow, tree: Any) -> Any:
     """Makes what is counted one type, however much of it varies over a mesh."""
     return jax.tree.map(lambda x: _compat.vary(x, e.axes), tree)
 
@@ -123,45 +89,31 @@ def _strong(x: Any) -> Any:
 class Carry:
     """The carries of a loop."""
 
-    def __init__(self, e: Lockstep, inner: Inner, outvars: Sequence[Any]) -> None:
+    def __init__(self, e: Shadow, pairs: Sequence[Pair]) -> None:
         self._e = e
-        self._nodes = inner.carry_in
-        self._avals = [v.aval for v in outvars]
-        self._rows: list[int] = []
-
-    def start(self, pairs: Sequence[Pair]) -> list[State]:
-        """Returns what the first iteration receives."""
-        self._rows = [
-            self._e.add("carry", [p.row], slot) for slot, p in enumerate(pairs)
-        ]
-        return self._states(pairs)
+        self._rows = [e.add("carry", [p.row], slot) for slot, p in enumerate(pairs)]
+        self.start = [state_of(e, p) for p in pairs]
 
     def enter(self, states: Sequence[State]) -> list[Pair]:
         """Returns what an iteration receives as pairs."""
         return [Pair(*s, row) for s, row in zip(states, self._rows, strict=True)]
 
-    def leave(self, cells: Sequence[Cell]) -> list[State]:
+    def leave(self, pairs: Sequence[Pair]) -> list[State]:
         """Returns what an iteration hands on."""
-        for row, cell in zip(self._rows, cells, strict=True):
-            self._e.rows[row].carried = pair_of(cell).row
-        return self._states(cells)
+        for row, pair in zip(self._rows, pairs, strict=True):
+            self._e.rows[row].carried = pair.row
+        return [state_of(self._e, p) for p in pairs]
 
     def results(self, states: Sequence[State]) -> list[Pair]:
         """Returns what the last iteration handed on."""
         carried = [self._e.rows[row].carried for row in self._rows]
         return [Pair(*s, row) for s, row in zip(states, carried, strict=True)]
 
-    def _states(self, cells: Sequence[Cell]) -> list[State]:
-        return [
-            state_of(self._e, joint(self._e, cell, node, aval))
-            for cell, node, aval in zip(cells, self._nodes, self._avals, strict=True)
-        ]
-
 
 class Traced:
-    """A jaxpr of both programs, with what is counted in it."""
+    """A jaxpr of values and shadows, with what is counted in it."""
 
-    def __init__(self, e: Lockstep, fun: Callable[..., Any], *types: Any) -> None:
+    def __init__(self, e: Shadow, fun: Callable[..., Any], *types: Any) -> None:
         self._e = e
         with e.counting() as frame:
             closed, shapes = jax.make_jaxpr(

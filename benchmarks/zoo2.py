@@ -1,0 +1,109 @@
+"""Train steps that the package was not developed on, by the real compilers.
+
+    PYTHONPATH=. python benchmarks/zoo2.py [--models NAME ...] [--targets v5e h200]
+        [--modes by_hand ours] [--passes SPEC] [--json FILE]
+
+As `compare.py`, with programs in place of modules: each takes the dtype that a user
+would write on every layer by hand, float32 for the model that is decorated. The first
+half was written before any figure was seen, the second after the rules stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import devices  # it chooses the backend, so it comes before jax
+import jax.numpy as jnp
+import modes
+import results
+import zoo2_language
+import zoo2_science
+import zoo2_vision
+from compare import print_rows
+
+import jmp_rewrite as jmpr
+
+FIRST = {
+    "decoder": zoo2_language.decoder,
+    "experts": zoo2_language.experts,
+    "dispatch": zoo2_language.dispatch,
+    "state_space": zoo2_language.state_space,
+    "gan": zoo2_vision.Gan,
+    "byol": zoo2_vision.byol,
+    "potential": zoo2_science.potential,
+}
+SECOND: dict[str, Callable[[Any], Any]] = {}
+PROGRAMS = FIRST | SECOND
+MODES = ("float32", "by_hand", "ours")
+# What the bars are of.
+BARS = {"v5e": ("mcycles", "gb_accessed", "mb_temp"), "h200": ("gb_written", "mb_temp")}
+
+
+def step_of(name: str, mode: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A program's train step in one mode, and the types of its arguments."""
+    made = PROGRAMS[name](modes.HALF if mode == "by_hand" else jnp.float32)
+    step, arguments = made.step, PROGRAMS[name](jnp.float32).arguments()
+    if mode == "ours":
+        step = jmpr.mixed_precision(step, modes.POLICY)
+    return step, arguments
+
+
+def row(name: str, mode: str, target: str, passes: str = "all") -> dict[str, Any]:
+    """One row of the table: see `devices.Cost`."""
+    step, arguments = step_of(name, mode)
+    donated = tuple(range(len(arguments) - 1))  # all but the batch
+    try:
+        with jmpr.use_passes(passes):
+            found, casts = devices.compiled(target, step, arguments, donated)
+    except RuntimeError as error:
+        return {"error": str(error).splitlines()[-1]}
+    return dataclasses.asdict(devices.measure(target, found, casts))
+
+
+def ratios(rows: dict[str, Any], target: str) -> dict[str, list[tuple[float, str]]]:
+    """Ours by what is written by hand, of each figure of a target, worst first."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for name, by_target in rows.items():
+        ours, hand = (by_target[target].get(m, {}) for m in ("ours", "by_hand"))
+        for figure in BARS[target]:
+            if ours.get(figure) and hand.get(figure):
+                found.setdefault(figure, []).append((ours[figure] / hand[figure], name))
+    return {figure: sorted(each, reverse=True) for figure, each in found.items()}
+
+
+def main() -> None:
+    """Compiles and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=[*PROGRAMS], choices=PROGRAMS)
+    parser.add_argument("--targets", nargs="+", default=[*BARS], choices=BARS)
+    parser.add_argument(
+        "--modes", nargs="+", default=["by_hand", "ours"], choices=MODES
+    )
+    parser.add_argument("--passes", default="all", help="as `use_passes` takes them")
+    parser.add_argument("--json", metavar="FILE", help="add the rows to this file")
+    options = parser.parse_args()
+    rows: dict[str, Any] = {}
+    for name in options.models:
+        for target in options.targets:
+            by_mode = {
+                mode: row(name, mode, target, options.passes) for mode in options.modes
+            }
+            print_rows(f"{name} {target}", by_mode)
+            rows.setdefault(name, {})[target] = by_mode
+            if options.json:
+                results.merge(options.json, "rows", {name: {target: by_mode}})
+    for target in options.targets:
+        for figure, found in ratios(rows, target).items():
+            mean = math.prod(r for r, _ in found) ** (1 / len(found))
+            worst, name = found[0]
+            print(f"{target:6}{figure:14}mean {mean:.3f}, worst {worst:.3f} ({name})")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""Runs a program with a float32 shadow beside each value.
+
+The program is the rewritten one, every rounding an equation of its own. A rounding
+leaves the shadow alone, and what computes in half computes its shadow in float32, so
+that the shadow is what the same program would be without half precision. Only what was
+counted is kept: a value is freed after its last use. What no rounding has touched yet
+is its own shadow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jmp_rewrite import _compat
+from jmp_rewrite._diagnose.bodies import Body, Step, rounds
+from jmp_rewrite._diagnose.distance import Measured, exponents, measure
+from jmp_rewrite._diagnose.evaluate import undonated
+from jmp_rewrite._diagnose.float32 import (
+    in_float32,
+    passed_on,
+    to_float32,
+    touches_half,
+)
+from jmp_rewrite._diagnose.pair import ZERO, Pair, terms
+from jmp_rewrite._diagnose.rows import Frame, Row
+from jmp_rewrite._graph.scopes import TOP, Place, inner_place
+from jmp_rewrite._passes.program import CASTS
+from jmp_rewrite._rules.held import held_jaxprs
+from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._source import Caller
+
+# What these return has the numbers of their operand, and so its error.
+_MOVES = frozenset(
+    {
+        "broadcast_in_dim",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "name",
+        "pvary",
+        "reshape",
+        "rev",
+        "sharding_constraint",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
+
+
+class Shadow:
+    """An interpreter of jaxprs on pairs of a value and its shadow.
+
+    Attributes:
+      rows: all rows, in program order.
+      frame: what is counted in the jaxpr that runs now.
+      axes: mesh axes of the `shard_map` around that checks what varies over them.
+    """
+
+    def __init__(self, handlers: Mapping[str, Any]) -> None:
+        self.rows: list[Row] = []
+        self.frame = Frame()
+        self.axes: tuple[str, ...] = ()
+        self._handlers = handlers
+        self._caller: Caller | None = None
+        self._calls: tuple[int, ...] = ()
+        self._place = TOP
+        self._current: Any = None
+        self._index: dict[Any, int] = {}
+        self._bodies: dict[int, Body] = {}
+        self._halves: dict[int, bool] = {}
+
+    # ---- where it is
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Any, axes: tuple[str, ...] = ()) -> Iterator[None]:
+        """Enters the jaxprs that an equation holds, maybe on more mesh axes."""
+        outer = self._caller, self._calls, self._place, self.axes
+        self._caller = Caller(eqn, self._caller)
+        self._calls, self._place = (*self._calls, id(eqn)), self._inner(eqn)
+        self.axes += axes
+        yield
+        self._caller, self._calls, self._place, self.axes = outer
+        self._current = eqn
+
+    def _inner(self, eqn: Any, place: Place | None = None) -> Place:
+        elements = _compat.scope_elements(eqn.source_info.name_stack)
+        return inner_place(self._place if place is None else place, elements)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Frame]:
+        """Counts in a frame of its own, for a jaxpr that is traced."""
+        outer, self.frame = self.frame, Frame()
+        yield self.frame
+        self.frame = outer
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Runs without counting."""
+        first, index = len(self.rows), dict(self._index)
+        with self.counting():
+            yield
+        del self.rows[first:]
+        self._index = index
+
+    def add(self, kind: str, reads: Sequence[int], slot: int = 0, **fields: Any) -> int:
+        """Adds a row for the current equation and returns its index.
+
+        In another iteration of a loop it is the row of the first one.
+
+        Args:
+          kind: of the row.
+          reads: the rows that made its operands; -1 is left out.
+          slot: tells rows of one kind and equation apart.
+          **fields: of the row.
+        """
+        eqn = self._current
+        key = (kind, id(eqn), slot, self._calls)
+        if key not in self._index:
+            self._index[key] = len(self.rows)
+            made_by = tuple(dict.fromkeys(r for r in reads if r >= 0))
+            self.rows.append(
+                Row(eqn, self._caller, self._inner(eqn), made_by, kind, **fields)
+            )
+        return self._index[key]
+
+    def count(self, row: int, arrays: Measured, inherited: Sequence[Any]) -> Any:
+        """Counts for a row; returns the error, f32[].
+
+        Args:
+          row: the row.
+          arrays: what is compared.
+          inherited: f32[] for each operand, its error.
+        """
+        kept = [i for i, r in enumerate(arrays.references) if _is_counted(r)]
+        if not kept:
+            return ZERO
+        if len(kept) < len(arrays.references):
+            lists = (arrays.values, arrays.references, arrays.exact)
+            arrays = Measured(*([x[i] for i in kept] if x else () for x in lists))
+        if not arrays.terms:
+            inherited = [e for e in inherited if e is not ZERO]
+        error, counts = measure(arrays, inherited)
+        self.frame.blocks.append(([row], counts, None))
+        return error
+
+    # ---- one jaxpr
+
+    def evaluate(self, jaxpr: Any, pairs: list[Pair]) -> list[Pair]:
+        """Runs a jaxpr on pairs, which it takes out of the list; returns its results.
+
+        Args:
+          jaxpr: an open or a closed jaxpr.
+          pairs: its arguments, constants that it does not carry first.
+        """
+        body = self._body(jaxpr)
+        given = [*map(Pair.same, _compat.constants(jaxpr)), *pairs]
+        pairs.clear()  # nothing but `env` keeps them from being freed
+        env: dict[Any, Pair] = dict(zip(body.invars, given, strict=True))
+        given.clear()
+        for step in body.steps:
+            operands = [_read(env, v) for v in step.eqn.invars]
+            for var in step.dead:
+                env.pop(var, None)
+            self._current = step.eqn
+            with step.eqn.ctx.manager:
+                outs = self._run(step, operands, body)
+            self._note_gradients(operands, outs)
+            env.update(zip((step.rounding or step.eqn).outvars, outs, strict=True))
+            for var in step.dead:
+                env.pop(var, None)
+        return [_read(env, v) for v in body.outvars]
+
+    def _note_gradients(self, operands: list[Pair], outs: list[Pair]) -> None:
+        """Notes of which gradient each result is made, element by element."""
+        if not outs or self._is_backward(outs[0]):
+            return
+        for pair in operands:
+            own = pair.shadow if self._is_backward(pair) else pair.gradient
+            for out in outs if own is not None else ():
+                if out.gradient is None and own.shape == out.shadow.shape != ():
+                    out.gradient = own
+
+    def _is_backward(self, pair: Pair) -> bool:
+        return pair.row >= 0 and self.rows[pair.row].place.backward
+
+    def _body(self, jaxpr: Any) -> Body:
+        if id(jaxpr) not in self._bodies:
+            self._bodies[id(jaxpr)] = Body(jaxpr)
+        return self._bodies[id(jaxpr)]
+
+    def _run(self, step: Step, operands: list[Pair], body: Body) -> list[Pair]:
+        eqn = step.eqn
+        if held := held_jaxprs(eqn):
+            if all(p.is_same for p in operands) and not any(map(self._is_half, held)):
+                return self._shared(eqn, operands)
+            if any(_compat.is_reference(v.aval) for v in eqn.invars):
+                return self._beside(step, operands)
+            return self._handlers[eqn.primitive.name](self, eqn, operands)
+        if rounds(eqn):
+            return [self._cast(step, operands[0], body)]
+        if (kept := passed_on(eqn)) is not None and step.rounding is None:
+            return _passed(eqn, operands[:kept], _passed_values(eqn, operands, kept))
+        if step.rounding is None and _are_shared(eqn, operands):
+            return self._shared(eqn, operands)
+        return self._beside(step, operands)
+
+    def _is_half(self, jaxpr: Any) -> bool:
+        """Whether a jaxpr has a half value anywhere."""
+        if id(jaxpr) not in self._halves:
+            self._halves[id(jaxpr)] = any(
+                touches_half(eqn) or any(map(self._is_half, held_jaxprs(eqn)))
+                for eqn in _compat.open_jaxpr(jaxpr).eqns
+            )
+        return self._halves[id(jaxpr)]
+
+    def _shared(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
+        """Runs an equation whose results are their own shadows."""
+        row = self.add("equation", [p.row for p in operands])
+        return [Pair.same(x, row) for x in _values(eqn, operands)]
+
+    def _cast(self, step: Step, pair: Pair, body: Body) -> Pair:
+        """Rounds a value; its shadow stays as it is."""
+        eqn = step.eqn
+        (half,) = _values(eqn, [pair])
+        kind, fields = "equation", {}
+        if step.inserted:
+            kind, fields = "cast", {"of": pair.row, **self._reader(eqn, body)}
+        dtype = str(half.dtype)
+        row = self.add(kind, [pair.row], dtype=dtype, is_half=True, **fields)
+        exact = to_float32(pair.value)
+        error = self.count(row, Measured([half], [pair.shadow], [exact]), [pair.error])
+        return Pair(half, pair.shadow, error, row)
+
+    def _reader(self, cast: Any, body: Body) -> dict[str, Any]:
+        """Returns for whom a value is rounded: what reads it, or hands it on."""
+        found = body.reader(cast.outvars[0])
+        if found is None:
+            around = self._caller
+            return {"reader": around} if around else {}
+        *holders, eqn = found
+        caller, place = self._caller, self._place
+        for holder in holders:
+            caller, place = Caller(holder, caller), self._inner(holder, place)
+        return {
+            "reader": Caller(eqn, caller),
+            "reader_scope": self._inner(eqn, place).path,
+        }
+
+    def _beside(self, step: Step, operands: list[Pair]) -> list[Pair]:
+        """Runs an equation, and its shadow in float32."""
+        eqn = step.eqn
+        has_reference = any(_compat.is_reference(v.aval) for v in eqn.invars)
+        outs = _values(eqn, operands)
+        if not eqn.outvars and not has_reference:
+            return []  # it acts on the world: once is enough
+        if _are_shared(eqn, operands):
+            shadows = outs
+        else:
+            shadows = in_float32(eqn, [p.shadow for p in operands])
+        if eqn.primitive.name in _MOVES and len(operands) == 1 and not step.rounding:
+            (pair,) = operands
+            return [Pair(outs[0], shadows[0], pair.error, pair.row)]
+        exact: list[Any] = []
+        if step.rounding is not None:
+            exact, cast = outs, step.rounding
+            outs = _compat.bind(cast, outs, cast.params)
+        elif touches_half(eqn) and outs:
+            values = _barred([to_float32(p.value) for p in operands])
+            exact = in_float32(eqn, values)
+        return self._counted(eqn, operands, Measured(outs, shadows, exact))
+
+    def _counted(self, eqn: Any, operands: list[Pair], arrays: Measured) -> list[Pair]:
+        """Counts how far an equation's results are from their shadows."""
+        own = terms(eqn, operands)
+        read = operands[-2:] if own else operands
+        rows = [p.row for p in read]
+        outs, shadows = arrays.values, arrays.references
+        row = self.add(
+            "equation",
+            rows,
+            dtype=str(getattr(outs[0], "dtype", "")) if outs else "",
+            is_half=bool(arrays.exact),
+            terms=tuple(rows) if own else (),
+        )
+        errors = [p.error for p in read]
+        error = self.count(row, arrays._replace(terms=own), errors)
+        if self.rows[row].place.backward and eqn.primitive.name in PRODUCTS:
+            self.frame.exponents.append(exponents(shadows[0]))
+        pairs = zip(outs, shadows, strict=True)
+        return [Pair(value, shadow, error, row) for value, shadow in pairs]
+
+
+def _are_shared(eqn: Any, operands: Sequence[Pair]) -> bool:
+    """Whether the results of an equation are their own shadows."""
+    if touches_half(eqn) or not all(p.is_same for p in operands):
+        return False
+    return not any(_compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars))
+
+
+def _values(eqn: Any, operands: Sequence[Pair]) -> list[Any]:
+    """Runs an equation as the program has it."""
+    values = [p.value for p in operands]
+    if eqn.primitive.name not in PRODUCTS:
+        return _compat.bind(eqn, values, undonated(eqn))
+    return _barred(_compat.bind(eqn, _barred(values), eqn.params))
+
+
+def _passed_values(eqn: Any, operands: Sequence[Pair], kept: int) -> list[Any]:
+    """Returns the numbers of some operands as an equation passes them on."""
+    values = [p.value for p in operands]
+    is_cast = eqn.primitive.name in CASTS
+    if is_cast or any(isinstance(x, jax.core.Tracer) for x in values):
+        return _compat.bind(eqn, values, eqn.params)
+    return values[:kept]  # a barrier is for a compiler
+
+
+def _passed(eqn: Any, operands: list[Pair], outs: list[Any]) -> list[Pair]:
+    """Pairs the results of an equation that leaves numbers what they are."""
+    rounded = touches_half(eqn)
+    pairs = zip(outs, operands, strict=True)
+    return [
+        Pair(x, x if p.is_same and not rounded else p.shadow, p.error, p.row)
+        for x, p in pairs
+    ]
+
+
+def _barred(values: list[Any]) -> list[Any]:
+    """Hides from XLA what is done to operands and results in a loop.
+
+    XLA:CPU has no kernel for some products that it would make of them.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in values):
+        return list(lax.optimization_barrier(values))
+    return values
+
+
+def _is_counted(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    if hasattr(x, "aval") and _compat.is_reference(x.aval):
+        return False
+    return dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _read(env: dict[Any, Pair], atom: Any) -> Pair:
+    return Pair.same(atom.val) if hasattr(atom, "val") else env[atom]
+
+
+def run(
+    closed: Any, consts: Sequence[Any], args: Sequence[Any], handlers: Mapping[str, Any]
+) -> tuple[list[Pair], Shadow]:
+    """Runs a program; returns its results with their shadows, and what happened.
+
+    Args:
+      closed: a closed jaxpr of the constants and the arguments.
+      consts: the values of the constants.
+      args: the arguments.
+      handlers: how equations that hold jaxprs are run.
+    """
+    shadow = Shadow(handlers)
+    pairs = [Pair.same(x) for x in consts]
+    for number, x in enumerate(args):
+        shadow.rows.append(Row(None, None, TOP, (), "argument", of=number))
+        pairs.append(Pair.same(x, number))
+    return shadow.evaluate(closed, pairs), shadow

@@ -1,0 +1,283 @@
+"""Equal computations of a program, which are then computed once.
+
+A step that evaluates a network twice on the same values (a GAN's fake images, a tower
+that two losses share, an evaluation beside the loss) holds every matrix multiplication
+of it twice. XLA computes them once. But the copy that is not differentiated would be
+rounded at other places than the other one, and then nothing is equal any more. So the
+second copy reads what the first one has made before anything is decided.
+
+Values are numbered: two equations of one primitive, with the same parameters and with
+operands of the same numbers, have results of the same numbers. Calls and the rules of
+custom derivatives are looked into; a loop, a branch and a checkpoint are programs of
+their own, so that what a checkpoint computes once more stays computed once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+from jmp_rewrite import _compat
+from jmp_rewrite._graph.build import shared_jaxprs
+from jmp_rewrite._graph.scopes import TOP, Place, inner_place
+from jmp_rewrite._rules.held import LEFT_ALONE, held_jaxprs, held_parameters
+from jmp_rewrite._rules.table import PRODUCTS
+
+# Calls that are looked into.
+_TRANSPARENT = frozenset(
+    {
+        "call",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "eval_jaxpr",
+        "jit",
+    }
+)
+# The results of these are their operands.
+_SAME = frozenset({"copy", "copy_p", "stop_gradient"})
+# A barrier keeps apart what a user wants apart.
+_APART = frozenset({"optimization_barrier", *LEFT_ALONE})
+
+
+def computed_once(closed: Any, by_path: bool = False) -> Any:
+    """Returns a program in which no matrix multiplication is computed twice.
+
+    Nor is what is made of one. It must not be differentiated afterwards: of two calls
+    with custom derivatives of their own one is left.
+
+    Args:
+      closed: a closed jaxpr.
+      by_path: whether what stands in different scopes is different.
+
+    Returns:
+      The program; the same object if no matrix multiplication occurs twice, or if its
+      bodies are used too often to look at each use.
+    """
+    if shared_jaxprs(closed):  # each use is looked at, and here they are too many
+        return closed
+    return _Program(by_path).level(closed, TOP)
+
+
+class _Program:
+    """A program with all its bodies, each of which is looked at once."""
+
+    def __init__(self, by_path: bool) -> None:
+        self._by_path = by_path
+        self._known: dict[tuple[int, Place], tuple[Any, Any]] = {}
+
+    def level(self, jaxpr: Any, place: Place) -> Any:
+        """Returns a jaxpr in which, and in whose loops, nothing is computed twice."""
+        return self._once(jaxpr, place, merges=True)
+
+    def _once(self, jaxpr: Any, place: Place, merges: bool) -> Any:
+        key = id(jaxpr), place
+        if key not in self._known:  # kept with it, or its number is used again
+            inner = self._with_held(jaxpr, place)
+            merged = self._merged(inner, place) if merges else inner
+            self._known[key] = jaxpr, merged
+        return self._known[key][1]
+
+    def _with_held(self, jaxpr: Any, place: Place) -> Any:
+        """Looks at what equations hold."""
+        eqns = _compat.open_jaxpr(jaxpr).eqns
+        new = [self._equation(e, place) for e in eqns]
+        if all(a is b for a, b in zip(eqns, new, strict=True)):
+            return jaxpr
+        return _compat.with_body(jaxpr, eqns=new)
+
+    def _equation(self, eqn: Any, place: Place) -> Any:
+        held = held_parameters(eqn.primitive.name)
+        if not held:
+            return eqn
+        here = inner_place(place, _compat.scope_elements(eqn.source_info.name_stack))
+        merges = eqn.primitive.name not in _TRANSPARENT
+
+        def once(value: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                parts = tuple(map(once, value))
+                same = all(a is b for a, b in zip(parts, value, strict=True))
+                return value if same else parts
+            return self._once(value, here, merges)
+
+        new = {k: once(eqn.params[k]) for k in held}
+        if all(new[k] is eqn.params[k] for k in held):
+            return eqn
+        return eqn.replace(params={**eqn.params, **new})
+
+    def _merged(self, jaxpr: Any, place: Place) -> Any:
+        """Computes once what one body, with its calls, computes twice."""
+        looked = _Numbers(self._by_path, None)
+        looked.run(jaxpr, place)
+        if not looked.repeated:
+            return jaxpr
+        merged = _Numbers(self._by_path, looked.opened)
+        results = merged.run(jaxpr, place)
+        return _compat.with_body(
+            jaxpr, eqns=merged.eqns, outvars=[atom for atom, _ in results]
+        )
+
+
+class _Numbers:
+    """Numbers the values of one body and of the calls in it.
+
+    Run twice: first to see what is computed twice, and which calls have to be opened
+    for that, then to write the body without it.
+
+    Attributes:
+      repeated: whether a matrix multiplication occurs twice.
+      opened: calls, by their place in the walk, that hold an equation that is computed
+        twice.
+      eqns: the equations of the new body.
+    """
+
+    def __init__(self, by_path: bool, opened: set[int] | None) -> None:
+        self.repeated = False
+        self.opened: set[int] = set()
+        self.eqns: list[Any] = []
+        self._by_path = by_path
+        self._inline, self._writes = opened or set(), opened is not None
+        self._numbers, self._calls = itertools.count(), itertools.count()
+        self._table: dict[Any, tuple[int, ...]] = {}
+        # Numbers that a matrix multiplication has made, and the first variable of each
+        # with the calls that it stands in.
+        self._made: set[int] = set()
+        self._first: dict[int, tuple[Any, tuple[int, ...]]] = {}
+        self._contexts: dict[int, tuple[Any, str]] = {}
+
+    def run(self, jaxpr: Any, place: Place) -> list[tuple[Any, Any]]:
+        """Walks a body; returns its results, each an atom and its number."""
+        body = _compat.open_jaxpr(jaxpr)
+        env = {v: (v, next(self._numbers)) for v in [*body.constvars, *body.invars]}
+        return self._body(body, env, place, (), ())
+
+    def _body(
+        self,
+        body: Any,
+        env: dict[Any, tuple[Any, Any]],
+        place: Place,
+        calls: tuple[int, ...],
+        stack: tuple[Any, ...],
+    ) -> list[tuple[Any, Any]]:
+        for eqn in body.eqns:
+            own = _compat.scope_elements(eqn.source_info.name_stack)
+            here = inner_place(place, own)
+            read = [_read(env, v) for v in eqn.invars]
+            if _is_open_call(eqn) and not here.rewritten:
+                outs = self._call(eqn, read, here, calls, (*stack, *own))
+            else:
+                outs = self._equation(eqn, read, here, calls, (*stack, *own))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [_read(env, v) for v in body.outvars]
+
+    def _call(
+        self, eqn: Any, read: Sequence[Any], place: Place, calls: Any, stack: Any
+    ) -> list[tuple[Any, Any]]:
+        (jaxpr,) = held_jaxprs(eqn)
+        body, index = _compat.open_jaxpr(jaxpr), next(self._calls)
+        is_inlined = index in self._inline
+        if is_inlined:
+            env = dict(zip(body.invars, read, strict=True))
+            return self._body(body, env, place, (*calls, index), stack)
+        # Inside its variables are its own; the equations are written with the call.
+        eqns, self.eqns = self.eqns, []
+        pairs = zip(body.invars, read, strict=True)
+        env = {v: (v, number) for v, (_, number) in pairs}
+        inside = self._body(body, env, place, (*calls, index), stack)
+        self.eqns = eqns
+        outs = self._write(eqn, [atom for atom, _ in read], calls, stack)
+        return [(v, n) for v, (_, n) in zip(outs, inside, strict=True)]
+
+    def _equation(
+        self, eqn: Any, read: Sequence[Any], place: Place, calls: Any, stack: Any
+    ) -> list[tuple[Any, Any]]:
+        atoms, numbers = [a for a, _ in read], tuple(n for _, n in read)
+        name = eqn.primitive.name
+        is_made = name in PRODUCTS or any(n in self._made for n in numbers)
+        if name in _SAME and len(numbers) == 1:
+            outs = self._write(eqn, atoms, calls, stack)
+            return [(v, numbers[0]) for v in outs]
+        key = None if place.rewritten else self._key(eqn, numbers, place)
+        known = None if key is None else self._table.get(key)
+        if known is not None and is_made:
+            self.repeated |= name in PRODUCTS
+            self.opened.update(calls)
+            found = [self._first[n] for n in known]
+            self.opened.update(c for _, where in found for c in where)
+            return [(v, n) for (v, _), n in zip(found, known, strict=True)]
+        outs = self._write(eqn, atoms, calls, stack)
+        new = known or tuple(next(self._numbers) for _ in outs)
+        if known is None:
+            self._first.update((n, (v, calls)) for n, v in zip(new, outs, strict=True))
+            self._made.update(new if is_made else ())
+            if key is not None:
+                self._table[key] = new
+        return list(zip(outs, new, strict=True))
+
+    def _key(self, eqn: Any, numbers: tuple[Any, ...], place: Place) -> Any:
+        """Returns what equal equations have in common; None if there are none."""
+        if eqn.primitive.name in _APART or held_jaxprs(eqn) or eqn.effects:
+            return None
+        if any(_compat.is_reference(v.aval) for v in [*eqn.invars, *eqn.outvars]):
+            return None
+        avals = tuple(v.aval for v in eqn.outvars)
+        where = place.full, place.path if self._by_path else ""
+        key = (
+            eqn.primitive,
+            numbers,
+            tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
+            avals,
+            where,
+            self._context(eqn),
+        )
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _context(self, eqn: Any) -> str:
+        """Returns under which settings an equation was traced."""
+        ctx = eqn.ctx
+        if id(ctx) not in self._contexts:  # kept with it, or its number is used again
+            self._contexts[id(ctx)] = ctx, repr(ctx)
+        return self._contexts[id(ctx)][1]
+
+    def _write(
+        self, eqn: Any, atoms: list[Any], calls: tuple[int, ...], stack: Any
+    ) -> list[Any]:
+        """Writes an equation; returns its results."""
+        outvars = list(eqn.outvars)
+        if not self._writes:
+            return outvars
+        is_inlined = bool(calls) and calls[-1] in self._inline
+        if is_inlined or any(map(_compat.is_dropped, outvars)):
+            outvars = [jex.Var(v.aval) for v in outvars]
+        if is_inlined:
+            eqn = _compat.with_name_stack(eqn, stack, eqn.params)
+        pairs = zip([*atoms, *outvars], [*eqn.invars, *eqn.outvars], strict=True)
+        if not all(a is b for a, b in pairs):
+            eqn = eqn.replace(invars=atoms, outvars=outvars)
+        self.eqns.append(eqn)
+        return outvars
+
+
+def _is_open_call(eqn: Any) -> bool:
+    """Whether an equation is nothing but a call of a jaxpr without constants."""
+    if eqn.primitive.name not in _TRANSPARENT or not _compat.is_plain_call(eqn):
+        return False
+    (jaxpr,) = held_jaxprs(eqn)
+    return not _compat.constvars(jaxpr) and not _compat.constants(jaxpr)
+
+
+def _read(env: dict[Any, tuple[Any, Any]], atom: Any) -> tuple[Any, Any]:
+    """Returns a value as it is read now, and its number; a literal is its own."""
+    if not hasattr(atom, "val"):
+        return env[atom]
+    value = np.asarray(_compat.literal_value(atom))
+    return atom, (atom.aval, value.tobytes())

@@ -1,0 +1,1 @@
+"""Serving a model: weights and caches that are stored in half."""

@@ -1,0 +1,424 @@
+"""`for_inference`: a forward function whose weights and state are stored in half."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.extend import source_info_util
+
+from jmp_rewrite import _compat, _transform
+from jmp_rewrite._arguments import (
+    Hidden,
+    changed,
+    hide,
+    merged,
+    name_of,
+    not_a_function,
+    pure_call,
+    show,
+    show_types,
+    user_result,
+    wraps,
+)
+from jmp_rewrite._emit.store import Storage, Stored, store
+from jmp_rewrite._graph.nodes import FLOAT32, is_float32, is_half
+from jmp_rewrite._graph.scopes import REWRITTEN
+from jmp_rewrite._inference import report as _report
+from jmp_rewrite._inference.places import (
+    STATE,
+    Leaf,
+    Numbers,
+    check_call,
+    leaves_of,
+    result_leaves,
+)
+from jmp_rewrite._policy import Policy, PolicyLike, as_policy
+from jmp_rewrite._precision.decide import Plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def for_inference(
+    fun: Callable[P, R],
+    policy: PolicyLike = None,
+    *,
+    weights: int | Iterable[int] = 0,
+    state: Mapping[int, int] | None = None,
+) -> Inference[P, R]:
+    """Serves a function with its weights, and its state, stored in half.
+
+    `mixed_precision` leaves arguments as they are, so that weights take the memory of
+    float32, and a decoding step reads all of it. This is `mixed_precision` for a
+    function that nobody differentiates, with a method that stores in half what nothing
+    reads before it is rounded. As far as weights go, the results are those of
+    `mixed_precision(fun, policy)` to the last bit.
+
+    Args:
+      fun: a forward function, decorated by `mixed_precision` or not.
+      policy: a `Policy`, a string or a dtype; None for that of a decorated `fun`, else
+        for the default policy.
+      weights: the number of the argument that holds the weights, or several. Trees of
+        arrays; other leaves pass through.
+      state: number of an argument -> number of the result that takes its place in the
+        next call, such as a key-value cache: `{1: 0}`. Both are trees of the same
+        arrays. A result that is no tuple has the number 0.
+
+    Returns:
+      A function of the same signature, with two methods. `store(*args)` returns the
+      arguments, with weights and state in half where that changes nothing. The function
+      takes stored and unstored arguments, and returns a state as it came in.
+      `report(*args)` says what is stored and what is not, and why. Arguments may be
+      `jax.ShapeDtypeStruct` for both.
+
+    Raises:
+      TypeError: if `fun` is no function, a number is none, weights hold no array, or a
+        leaf of the state is no array.
+      ValueError: for an argument or a result that there is not, a state whose result is
+        another tree or has other shapes or dtypes, or arguments that were stored under
+        another policy.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jmp_rewrite as jmpr
+      >>> def apply(params, x):
+      ...     return (x * params["scale"]) @ params["w"]
+      >>> params = {"w": jnp.ones((4, 4)), "scale": jnp.ones((1, 4))}
+      >>> serve = jmpr.for_inference(apply, "mixed_bfloat16")
+      >>> params, x = serve.store(params, jnp.ones((2, 4)))
+      >>> str(params["w"].dtype), str(params["scale"].dtype)
+      ('bfloat16', 'float32')
+      >>> jax.jit(serve)(params, x).dtype
+      dtype('float32')
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"for_inference expected a function, got {not_a_function(fun)}."
+        )
+    return Inference(fun, policy, weights, state)
+
+
+class _Program(NamedTuple):
+    """A call, made ready to run.
+
+    Attributes:
+      traced: the call, with all that is stored as float32.
+      plan: what is done with each equation.
+      stored: the program, with what is stored in half.
+      leaves: the arrays of the call.
+      first: the number of the first array among the program's arguments.
+      kept: number of a result -> the leaf whose place it takes.
+    """
+
+    traced: _transform.Traced
+    plan: Plan
+    stored: Stored
+    leaves: list[Leaf]
+    first: int
+    kept: dict[int, int]
+
+    def is_stored(self, leaf: int) -> bool:
+        """Whether an array of the call is stored in half."""
+        return self.first + leaf in self.stored.arguments
+
+    def is_read_full(self, leaf: int) -> bool:
+        """Whether an array of the call is read before it is rounded."""
+        number = self.first + leaf
+        return number in self.stored.why_not and number not in self.stored.unread
+
+
+class Inference(Generic[P, R]):
+    """What `for_inference` returns: a function, with `store` and `report`."""
+
+    def __init__(self, fun: Any, policy: PolicyLike, weights: Any, state: Any) -> None:
+        plain, own = _transform.undecorated(fun)
+        self._fun = plain
+        self._policy = own if policy is None else as_policy(policy)
+        self._numbers = Numbers.of(plain, weights, state)
+        wraps(plain, self)  # type: ignore[arg-type]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function, on stored or unstored arguments."""
+        policy = as_policy(self._policy)
+        given, named = self._bound(args, kwargs)
+        if policy.compute_dtype == FLOAT32:
+            self._leaves(policy, hide((given, named)), 0)
+            return _transform.mixed_precision(self._fun, policy)(*given, **named)
+        with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, finish):
+            tree = hide((pargs, pkwargs))
+            program = self._program(policy, pure, tree, len(pargs) - len(given))
+            with jax.named_scope(REWRITTEN):
+                results = _run(program)
+            return finish(program.traced.rebuild(results))
+
+    def store(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
+        """Returns the arguments, with weights and state in half where possible.
+
+        A leaf is stored if nothing reads it before it is rounded. What is stored
+        already stays as it is.
+
+        Args:
+          *args: the function's arguments, arrays or `jax.ShapeDtypeStruct`.
+          **kwargs: arguments by name; those that stand at a position are returned
+            there.
+        """
+        policy = as_policy(self._policy)
+        given, named = self._bound(args, kwargs)
+        with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, _):
+            tree = show_types(hide((pargs, pkwargs)))
+            hidden = len(pargs) - len(given)
+            if policy.compute_dtype == FLOAT32:
+                self._leaves(policy, tree, hidden)
+                return given
+            program = self._program(policy, pure, tree, hidden)
+            half = program.plan.half
+            stored = [
+                _in_half(x.value, half) if program.is_stored(i) else x.value
+                for i, x in enumerate(program.leaves)
+            ]
+            new, _ = tree_util.tree_unflatten(tree_util.tree_structure(tree), stored)
+            return tuple(merged(show(new)))[hidden:]
+
+    def report(self, *args: P.args, **kwargs: P.kwargs) -> _report.InferenceReport:
+        """Says which leaves are stored in half and which stay as they are, and why.
+
+        Args:
+          *args: the function's arguments, arrays or `jax.ShapeDtypeStruct`.
+          **kwargs: arguments by name.
+        """
+        policy = as_policy(self._policy)
+        given, named = self._bound(args, kwargs)
+        with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, _):
+            tree = show_types(hide((pargs, pkwargs)))
+            hidden = len(pargs) - len(given)
+            if policy.compute_dtype == FLOAT32:
+                own = self._leaves(policy, tree, hidden)
+                rows = [_row(x, x.value.dtype, "the policy is float32") for x in own]
+            else:
+                program = self._program(policy, pure, tree, hidden)
+                rows = _rows(program)
+        name = name_of(self._fun).rpartition("<locals>.")[2]
+        return _report.InferenceReport(name, repr(policy), tuple(rows))
+
+    # ---- arguments
+
+    def _bound(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call's arguments with those given by name at their positions."""
+        if kwargs:
+            try:
+                bound = inspect.signature(self._fun).bind(*args, **kwargs)
+            except ValueError:  # a function of C tells nothing
+                pass
+            else:
+                args, kwargs = bound.args, bound.kwargs
+        check_call(self._fun, self._numbers, args)
+        return tuple(args), dict(kwargs)
+
+    def _leaves(self, policy: Policy, tree: Any, hidden: int) -> list[Leaf]:
+        """Returns the arrays of weights and state, once they are seen to be right."""
+        for number in (*self._numbers.weights, *self._numbers.state):
+            self._check_arrays(number, tree[0][number + hidden])
+        own = [x for x in leaves_of(tree, self._numbers, hidden) if x.kind]
+        for leaf in own:
+            if is_half(leaf.value) and leaf.value.dtype != policy.compute_dtype:
+                raise ValueError(
+                    f"{leaf.path} of {name_of(self._fun)} is {leaf.value.dtype}, and "
+                    f"the policy is {policy!r}: it was stored under another policy. "
+                    "Give the float32 arrays to store(...) again."
+                )
+        return own
+
+    def _check_arrays(self, number: int, argument: Any) -> None:
+        is_state = number in self._numbers.state
+        leaves = tree_util.tree_leaves(
+            argument, is_leaf=lambda x: isinstance(x, Hidden)
+        )
+        wrong = [x.value for x in leaves if isinstance(x, Hidden)]
+        if wrong and (is_state or len(wrong) == len(leaves)):
+            raise TypeError(
+                f"expected arrays in argument {number} of {name_of(self._fun)}, its "
+                f"{'state' if is_state else 'weights'}, got {wrong[0]!r} of type "
+                f"{type(wrong[0]).__name__}."
+            )
+
+    # ---- the program
+
+    def _program(self, policy: Policy, pure: Any, tree: Any, hidden: int) -> _Program:
+        """Traces a call with its weights and state in float32, and stores them.
+
+        What is half already has been stored; but not in an argument that holds half
+        arrays which are read unrounded. These are the function's own.
+        """
+        stored = {x.number for x in self._leaves(policy, tree, hidden)}
+        while True:
+            program = self._made(policy, pure, tree, hidden, stored)
+            own = {
+                x.number
+                for i, x in enumerate(program.leaves)
+                if x.number in stored and is_half(x.value) and program.is_read_full(i)
+            }
+            if not own:
+                return program
+            stored -= own
+
+    def _made(
+        self, policy: Policy, pure: Any, tree: Any, hidden: int, stored: set[int]
+    ) -> _Program:
+        leaves = leaves_of(tree, self._numbers, hidden)
+        shown = [
+            _type_of(x.value) if x.number in stored and is_half(x.value) else x.value
+            for x in leaves
+        ]
+        args, kwargs = tree_util.tree_unflatten(tree_util.tree_structure(tree), shown)
+        traced = _transform.trace_for(policy, pure, args, kwargs)
+        kept = self._kept(traced, hidden)
+        traced = traced._replace(arrays=[x.value for x in leaves])
+        plan = _transform.decide_traced(traced, policy)
+        first = len(_compat.constvars(traced.closed))
+        wanted = (
+            i
+            for i, (x, t) in enumerate(zip(leaves, shown, strict=True))
+            if x.kind and is_float32(t)
+        )
+        storage = Storage(
+            frozenset(first + i for i in wanted),
+            {r: first + i for r, i in kept.items()},
+        )
+        result = store(_transform.emitted(plan), plan.half, storage)
+        return _Program(traced, plan, result, leaves, first, kept)
+
+    def _kept(self, traced: _transform.Traced, hidden: int) -> dict[int, int]:
+        """Returns for each result that takes a place in the next call the leaf's."""
+        args, _ = traced.arguments
+        kept = changed(traced.arguments, traced.results)
+        results, ahead = user_result(traced.results)
+        for number, result in self._numbers.state.items():
+            before, new = result_leaves(results, result, self._fun)
+            old = args[number + hidden]
+            self._check_state(number, result, old, new)
+            start = len(tree_util.tree_leaves(args[: number + hidden]))
+            for i in range(len(tree_util.tree_leaves(old))):
+                kept[ahead + before + i] = start + i
+        return kept
+
+    def _check_state(self, number: int, result: int, old: Any, new: Any) -> None:
+        where = f"argument {number} of {name_of(self._fun)} and result {result}"
+        trees: list[Any] = [tree_util.tree_structure(x) for x in (old, new)]
+        if trees[0] != trees[1]:
+            raise ValueError(
+                f"{where}, which takes its place in the next call, expected the same "
+                f"tree, got {trees[0]} and {trees[1]}."
+            )
+        names = tree_util.tree_flatten_with_path(old)[0]
+        for (path, x), y in zip(names, tree_util.tree_leaves(new), strict=True):
+            if x.shape != y.shape or x.dtype != y.dtype:
+                raise ValueError(
+                    f"{where}, which takes its place in the next call, expected the "
+                    f"same arrays, got {x.dtype}{list(x.shape)} and "
+                    f"{y.dtype}{list(y.shape)} at {tree_util.keystr(path) or 'it'}."
+                )
+
+
+def _run(program: _Program) -> list[Any]:
+    """Runs a program on its arrays; a state is returned as it came in."""
+    half = program.plan.half
+    arrays = [
+        _in_half(x.value, half) if program.is_stored(i) else x.value
+        for i, x in enumerate(program.leaves)
+    ]
+    finished = _transform.finished(program.plan, program.stored.closed)
+    consts = _compat.constants(program.traced.closed)
+    results = _compat.evaluate(finished.closed, [*consts, *arrays])
+    for result, leaf in program.kept.items():
+        was_half = is_half(program.leaves[leaf].value)
+        if program.is_stored(leaf) and not was_half:
+            results[result] = _compat.convert(results[result], FLOAT32)
+    return results
+
+
+def _in_half(x: Any, half: np.dtype) -> Any:
+    if x.dtype == half:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=half, weak_type=False)
+    return _compat.convert(x, half)
+
+
+def _type_of(x: Any) -> Any:
+    """Returns the float32 type of a half array."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=FLOAT32)
+    return jax.ShapeDtypeStruct(x.shape, FLOAT32, sharding=_sharding(x))
+
+
+def _sharding(x: Any) -> Any:
+    """Returns the sharding that is a part of an array's type, if there is one."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return None if mesh is None or mesh.empty else sharding
+
+
+def _rows(program: _Program) -> list[_report.Leaf]:
+    reasons = _Reasons(program)
+    rows = []
+    for i, leaf in enumerate(program.leaves):
+        if leaf.kind is None:
+            continue
+        is_stored = program.is_stored(i)
+        dtype = program.plan.half if is_stored else leaf.value.dtype
+        rows.append(_row(leaf, dtype, reasons.of(i), is_stored))
+    return rows
+
+
+def _row(leaf: Leaf, dtype: Any, reason: str, is_stored: bool = False) -> _report.Leaf:
+    before = FLOAT32 if is_stored else leaf.value.dtype
+    size = int(np.prod(leaf.value.shape))
+    return _report.Leaf(
+        leaf.path,
+        leaf.kind or "",
+        tuple(leaf.value.shape),
+        str(before),
+        str(dtype),
+        size * before.itemsize,
+        size * dtype.itemsize,
+        reason,
+    )
+
+
+class _Reasons:
+    """Says of each leaf why it is stored, or why it is not."""
+
+    def __init__(self, program: _Program) -> None:
+        self._program = program
+        plan = program.plan
+        self._why = {
+            (n.name, id(n.eqn.source_info.traceback)): plan.pins.full[n.index]
+            for n in plan.graph.nodes
+            if n.eqn is not None and plan.pins.full[n.index]
+        }
+
+    def of(self, leaf: int) -> str:
+        """Returns the reason, as a sentence."""
+        number = self._program.first + leaf
+        stored = self._program.stored
+        if number in stored.arguments:
+            return "all that read it round it"
+        if number in stored.unread:
+            return "nothing reads it"
+        if number not in stored.why_not:
+            return "it is no float32 array"
+        eqn = stored.why_not[number]
+        if eqn is None:
+            is_state = self._program.leaves[leaf].kind == STATE
+            return "it is returned" + (" by another result" if is_state else "")
+        where = source_info_util.summarize(eqn.source_info)
+        key = (eqn.primitive.name, id(eqn.source_info.traceback))
+        why = (self._why.get(key) or "").removeprefix("full: ")
+        return f"{eqn.primitive.name} reads it unrounded at {where}" + (
+            f" ({why})" if why else ""
+        )

@@ -1,0 +1,89 @@
+"""What `for_inference` stores in half, and what it does not, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from jmp_rewrite._units import bytes_text
+
+
+class Leaf(NamedTuple):
+    """An array of the weights or of the state.
+
+    Attributes:
+      path: its place in the arguments, keys joined by "/"; the argument's number first.
+      kind: "weight" or "state".
+      shape: its shape.
+      before: its dtype as the function takes it.
+      after: the dtype in which it is stored.
+      bytes_before: its bytes in the one.
+      bytes_after: its bytes in the other.
+      reason: why it is stored so.
+    """
+
+    path: str
+    kind: str
+    shape: tuple[int, ...]
+    before: str
+    after: str
+    bytes_before: int
+    bytes_after: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceReport:
+    """Which leaves are stored in half, and which stay as they are, and why.
+
+    Attributes:
+      name: the function's name.
+      policy: the policy, as it is written.
+      leaves: all leaves of weights and state, in the order of the arguments.
+    """
+
+    name: str
+    policy: str
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of weights and state as the function takes them."""
+        return sum(x.bytes_before for x in self.leaves)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of weights and state as they are stored."""
+        return sum(x.bytes_after for x in self.leaves)
+
+    @property
+    def stored(self) -> tuple[Leaf, ...]:
+        """The leaves that are stored in half."""
+        return tuple(x for x in self.leaves if x.after != x.before)
+
+    @property
+    def kept(self) -> tuple[Leaf, ...]:
+        """The leaves that stay as they are, the largest first."""
+        kept = (x for x in self.leaves if x.after == x.before)
+        return tuple(sorted(kept, key=lambda x: -x.bytes_before))
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} for inference under {self.policy}", ""]
+        for kind, title in (("weight", "weights"), ("state", "state")):
+            own = [x for x in self.leaves if x.kind == kind]
+            if own:
+                before = bytes_text(sum(x.bytes_before for x in own))
+                after = bytes_text(sum(x.bytes_after for x in own))
+                count = sum(x.after != x.before for x in own)
+                lines.append(
+                    f"  {title:8} {before} -> {after}, "
+                    f"{count} of {len(own)} arrays stored in half"
+                )
+        if self.kept:
+            lines += ["", "Not stored in half", ""]
+            width = max(len(x.path) for x in self.kept)
+            lines += [
+                f"  {x.path:{width}}  {x.before}{list(x.shape)}  {x.reason}"
+                for x in self.kept
+            ]
+        return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""Danger: what can leave the range of half or lose its digits, and what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jmp_rewrite._graph.nodes import Graph, Value
+from jmp_rewrite._policy import Policy
+from jmp_rewrite._precision.local import is_scalar
+from jmp_rewrite._precision.pins import Pins
+from jmp_rewrite._rules import table
+from jmp_rewrite._rules.table import Category
+
+ALLOW, INFER, DENY, CLEAR = Category
+
+
+def spread(
+    graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]], out_of_range: set[int]
+) -> None:
+    """What lies downstream of a deny node is full, up to the next allow node.
+
+    So is what follows from a number that half cannot hold: it is still in there.
+    """
+    stack = [n for n, c in enumerate(pins.categories) if c is DENY]
+    stack += sorted(out_of_range)
+    origin = {n: n for n in stack}
+    while stack:
+        node = stack.pop()
+        for reader in consumers[node]:
+            if reader in origin or reader in pins.forced:
+                continue
+            if pins.categories[reader] in (INFER, CLEAR):
+                origin[reader] = origin[node]
+                stack.append(reader)
+                if pins.full[reader] is None:
+                    pins.full[reader] = "full: downstream of something dangerous"
+                    pins.upstream[reader] = origin[node]
+
+
+# What an epsilon is added to, or compared with.
+_TAKES_EPSILON = frozenset({"add", "clamp", "max", "min", "select_n", "sub"})
+
+
+def unknown_epsilons(graph: Graph, pins: Pins) -> set[int]:
+    """Pins what a 0-d value is added to: it may be an epsilon, which float16 loses.
+
+    A literal tells its number; an argument, or what is computed from one, does not.
+    """
+    spread: set[int] = set()
+    found: set[int] = set()
+
+    def is_unknown(value: Value) -> bool:
+        unknown = not value.aval.shape and value.constant is None
+        return unknown or value.node in spread
+
+    for node in graph.nodes:
+        if not any(map(is_unknown, node.inputs)):
+            continue
+        index = node.index
+        if node.name == "broadcast_in_dim":
+            spread.add(index)
+        elif node.name in _TAKES_EPSILON and pins.full[index] is None:
+            if index not in pins.forced:
+                pins.full[index] = "full: a 0-d operand may be an epsilon"
+                found.add(index)
+    return found
+
+
+# Arithmetic whose own result may be rounded although it is computed in float32.
+_ROUNDED_AFTER = frozenset(
+    {
+        "acos",
+        "acosh",
+        "asin",
+        "atanh",
+        "cos",
+        "cosh",
+        "erf_inv",
+        "exp",
+        "exp2",
+        "expm1",
+        "pow",
+        "sin",
+        "sinh",
+        "tan",
+    }
+)
+
+
+def rounds_after(graph: Graph, pins: Pins, policy: Policy) -> frozenset[int]:
+    """Returns what computes in float32 and may be rounded once, afterwards.
+
+    That is what something dangerous lies upstream of: a layer norm's result, the
+    probabilities of a softmax; and in bfloat16, which has float32's range, an `exp`
+    itself. In float16 it is only what a product reads, because that is rounded anyway.
+    """
+    endangered = {n for n, source in enumerate(pins.upstream) if source >= 0}
+    if policy.compute_dtype != np.float16:
+        return frozenset(
+            endangered
+            | {
+                n.index
+                for n in graph.nodes
+                if n.name in _ROUNDED_AFTER
+                and pins.full[n.index] == f"full: {table.reason(n.name, DENY)}"
+                and n.name not in policy.rules
+                and n.eqn.primitive not in policy.rules
+                and not is_scalar(n)
+            }
+        )
+    consumers = graph.consumers()
+    read: set[int] = set()
+    for node in reversed(graph.nodes):
+        for reader in consumers[node.index]:
+            product = pins.categories[reader] is ALLOW and pins.full[reader] is None
+            if product or (reader in read and pins.categories[reader] is CLEAR):
+                read.add(node.index)
+    return frozenset(endangered & read)
+
+
+def lossy(graph: Graph, dtype: Any) -> frozenset[int]:
+    """Returns the nodes with a number that rounding to half changes."""
+
+    def is_exact(number: Any) -> bool:
+        number = np.asarray(number)
+        return bool(np.all(number.astype(dtype).astype(number.dtype) == number))
+
+    with np.errstate(over="ignore"):
+        return frozenset(
+            n.index
+            for n in graph.nodes
+            if n.literals and not all(map(is_exact, n.literals.values()))
+        )

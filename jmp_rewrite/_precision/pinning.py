@@ -1,0 +1,293 @@
+"""What must be half, what must be float32, and why; the rest is free.
+
+Numerics alone decides here, by the principle of `docs/precision.md`. The float32 of
+train state, and a `DENY`, nobody overrides but a rule of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from jmp_rewrite._graph.nodes import Graph, Node, Opaque, reads_float32
+from jmp_rewrite._policy import Policy
+from jmp_rewrite._precision import (
+    danger,
+    loops,
+    origins,
+    reduction,
+    train_state,
+    whole_step,
+)
+from jmp_rewrite._precision.local import KERNEL_EDGES, Local
+from jmp_rewrite._precision.origins import leads_to_product, statistics
+from jmp_rewrite._precision.pins import (
+    EXACT,
+    NO_PRODUCT,
+    STATE,
+    STATISTIC,
+    SUMMED,
+    Pins,
+)
+from jmp_rewrite._precision.products import exact_products
+from jmp_rewrite._precision.readers import offsets, read_sharply, summed_gradients
+from jmp_rewrite._rules import table
+from jmp_rewrite._rules.table import Category
+
+ALLOW, INFER, DENY, CLEAR = Category
+
+
+def pin(
+    graph: Graph,
+    policy: Policy,
+    overrides: Mapping[int, tuple[str, str]] = MappingProxyType({}),
+    differentiated: bool = False,
+) -> Pins:
+    """Pins the nodes of a graph.
+
+    Args:
+      graph: the program.
+      policy: what the user asks for; its compute dtype is half.
+      overrides: node -> (pattern, "float32" or "half") for what `scopes` found through
+        the paths of parameters.
+      differentiated: whether the program is known to be differentiated from outside.
+    """
+    local = Local(policy, overrides)
+    size = len(graph.nodes)
+    half = policy.compute_dtype
+    pins = Pins([None] * size, [None] * size, [-1] * size, set(), half)
+    for node in graph.nodes:
+        category, reason = local.judge(node, pins.forced)
+        pins.categories[node.index] = category
+        pins.full[node.index] = reason
+    pins.whole_step = not differentiated and whole_step.is_whole_step(graph)
+    _pin_products(graph, pins)
+    if policy.compute_dtype == np.float16:
+        local.out_of_range |= danger.unknown_epsilons(graph, pins)
+    danger.spread(graph, pins, graph.consumers(), local.out_of_range)
+    pins.rounds_after = danger.rounds_after(graph, pins, policy)
+    pins.lossy = danger.lossy(graph, policy.compute_dtype)
+    pins.out_of_range = frozenset(local.out_of_range)
+    pins.moved = origins.moved_arguments(graph, pins.categories, pins.out_of_range)
+    _pin_values(graph, pins, policy)
+    _pin_stacks(graph, pins)
+    return pins
+
+
+def _pin_products(graph: Graph, pins: Pins) -> None:
+    """Pins the matrix multiplications that are not worth half operands."""
+    products = (n for n in pins.products() if graph.nodes[n].name not in KERNEL_EDGES)
+    free = {n for n in products if n not in pins.forced}
+    for node, why in exact_products(graph, pins.categories, free).items():
+        pins.full[node] = why
+
+
+def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
+    """Pins what is no activation or cotangent on its way to a matrix multiplication."""
+    products, consumers = pins.products(), graph.consumers()
+    made = origins.made_by(products, graph.nodes, consumers)
+    made |= {
+        n.index for n in graph.nodes if n.place.backward and not n.place.recomputed
+    }
+    streams = loops.residual_streams(graph, pins.categories, consumers)
+    state = train_state.train_state(graph, pins.categories, products, made, streams)
+    blame = {n: n for n in state if graph.nodes[n].eqn is not None}
+    _pin_all(pins, dict.fromkeys(state, STATE), blame)
+    _full_carries(graph, pins, streams)
+    if pins.whole_step:
+        ours = whole_step.optimizer_products(graph, pins.categories, state)
+        _pin_all(pins, dict.fromkeys(ours, "full: a product of the optimizer"))
+        products = pins.products()
+    _pin_read_unrounded(graph, pins, products, made)
+    ends = state | {n.index for n in graph.nodes if _is_number(n)}
+    useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
+    useful |= loops.cotangents_into_loops(graph, graph.predecessors(), state)
+    sums = summed_gradients(graph, made, useful)
+    cotangents = {n: sums[n] for n in sums.keys() - products}
+    _pin_all(pins, dict.fromkeys(cotangents, SUMMED), cotangents)
+    pins.rounds_after = (pins.rounds_after & useful) - state
+    _pin_the_rest(graph, pins, products, made, useful)
+    pins.factors = _factors(graph, pins, products)
+    pins.exact = frozenset(range(len(graph.nodes))) - made
+    if pins.whole_step and policy.reduce_dtype == pins.half:
+        last = products - useful - pins.read_by.keys()
+        pins.reduced = reduction.summed_in_half(graph, last, useful, pins.full)
+    pins.emits_full = frozenset(products - useful | pins.read_by.keys()) - pins.reduced
+
+
+def _pin_all(
+    pins: Pins,
+    reasons: Mapping[int, str],
+    blame: Mapping[int, int] = MappingProxyType({}),
+) -> None:
+    """Pins nodes for a reason, unless a scope of the user's makes them half.
+
+    Args:
+      pins: is changed.
+      reasons: nodes -> the reason, which yields to one that holds already.
+      blame: nodes -> the node whose source line belongs into that reason.
+    """
+    for index, why in reasons.items():
+        free = pins.full[index] is None and index not in pins.forced
+        if free or index in pins.rounds_after:
+            pins.full[index], pins.upstream[index] = why, -1
+            if index in blame:
+                pins.blame[index] = blame[index]
+    pins.rounds_after -= reasons.keys()
+
+
+def _pin_read_unrounded(
+    graph: Graph, pins: Pins, products: set[int], made: set[int]
+) -> None:
+    """Pins what is read by code that multiplies an error."""
+    sharp = read_sharply(graph, products)
+    small = statistics(graph, pins.categories)
+    held = {n: r for n, r in offsets(graph, made, small).items() if n not in sharp}
+    reasons = {
+        n: f"full: read unrounded by {graph.nodes[reader].name}"
+        for n, reader in sharp.items()
+    }
+    reasons |= dict.fromkeys(held, "full: a value is added, and subtracted again")
+    blame = {**sharp, **held}
+    _pin_all(pins, {n: r for n, r in reasons.items() if n not in products}, blame)
+    pins.read_by = {n: r for n, r in reasons.items() if n in products}
+    pins.blame |= {n: blame[n] for n in pins.read_by if pins.full[n] is None}
+
+
+def _pin_the_rest(
+    graph: Graph, pins: Pins, products: set[int], made: set[int], useful: set[int]
+) -> None:
+    """Pins exact values, and what leads to no matrix multiplication."""
+    recurrent = loops.recurrent_activations(graph, pins.categories, graph.consumers())
+    alone = _read_by_products_alone(graph, pins, products)
+    small = statistics(graph, pins.categories)
+    sinks = set()
+    for node in graph.nodes:
+        index = node.index
+        if index in products:
+            continue
+        if index in small and index in useful:
+            _pin_all(pins, {index: STATISTIC})
+        if pins.full[index] is not None:
+            if index not in made and index not in alone:
+                pins.rounds_after -= {index}
+            continue
+        if not node.avals and pins.categories[index] is CLEAR:
+            sinks.add(index)
+        elif index not in useful:
+            pins.full[index] = NO_PRODUCT
+            if pins.whole_step and index in recurrent:
+                pins.rounds_after |= {index}
+        elif index not in made and index not in alone and index not in pins.forced:
+            pins.full[index] = EXACT
+    pins.sinks = frozenset(sinks)
+
+
+def _factors(graph: Graph, pins: Pins, products: set[int]) -> frozenset[int]:
+    """Returns the nodes that matrix multiplications read, or what moves them there.
+
+    They are never saturated: an infinity there must stay visible.
+    """
+
+    def stops(node: int) -> bool:
+        return pins.categories[node] is not CLEAR
+
+    reads = graph.predecessors()
+    moved = leads_to_product(products, reads, stops)
+    return frozenset(s for n in (*products, *moved) for s in reads[n])
+
+
+def _read_by_products_alone(graph: Graph, pins: Pins, products: set[int]) -> set[int]:
+    """Returns the nodes that matrix multiplications alone read, or moves to them.
+
+    Their operands are rounded in any case.
+    """
+    consumers = graph.consumers()
+    returned = {v.node for v in graph.results}
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        readers = consumers[node.index]
+        if readers and node.index not in returned:
+            if all(
+                r in products
+                or (r in found and pins.categories[r] is CLEAR and r not in pins.lossy)
+                for r in readers
+            ):
+                found.add(node.index)
+    return found
+
+
+def _is_number(node: Node) -> bool:
+    """Whether a result is 0-d, and so no activation on its way to a multiplication."""
+    return bool(node.avals) and not any(aval.shape for aval in node.avals)
+
+
+def _pin_stacks(graph: Graph, pins: Pins) -> None:
+    """Lets a stack be what it is a stack of.
+
+    A stack of float32 values may be half in a whole step: the backward pass reads it.
+    """
+    for node in graph.nodes:
+        if node.name != "stack_out":
+            continue
+        index, source = node.index, node.inputs[0].node
+        if pins.may_round(source):
+            if pins.full[index] == NO_PRODUCT:
+                pins.full[index] = None
+        elif not pins.whole_step and pins.full[index] is None:
+            pins.full[index] = pins.full[source]
+            pins.upstream[index] = pins.upstream[source]
+
+
+def _full_carries(graph: Graph, pins: Pins, streams: set[int]) -> None:
+    """Pins the carries that an iteration computes in float32.
+
+    Rounding what it hands on would add an error in every iteration; the copy that a
+    product reads is rounded anyway. The residual stream of a scan over layers is
+    rounded in every layer, as it is without the scan.
+    """
+    carries = [pair for loop in graph.loops for pair in loop.carries]
+    changed = True
+    while changed:
+        changed = False
+        for received, handed_on in carries:
+            moved = origins.moves(graph, handed_on)
+            origin = moved[-1]
+            if received in streams and origin in pins.rounds_after:
+                continue
+            if pins.may_round(received) and pins.full[origin] is not None:
+                pins.full[received] = pins.full[handed_on] = STATE
+                pins.rounds_after -= {received, *moved}
+                changed = True
+
+
+def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
+    """Returns what is not rewritten inside: kernels, callbacks, unknown primitives."""
+    named = {id(o.eqn) for o in graph.opaque}
+    others = [
+        Opaque(node.eqn, node.place, why, source_info_util.summarize(info))
+        for node in graph.nodes
+        if not node.place.rewritten
+        and id(node.eqn) not in named
+        and (why := _why_alone(node.eqn, pins.categories[node.index]))
+        for info in [node.eqn.source_info]
+    ]
+    return [*graph.opaque, *others]
+
+
+def _why_alone(eqn: Any, category: Category | None) -> str | None:
+    if category is None and _holds_program(eqn):
+        return "no rule for it, and it holds a program or a function"
+    if category is DENY and reads_float32(eqn):
+        return table.opaque_reason(eqn.primitive.name)
+    return None
+
+
+def _holds_program(eqn: Any) -> bool:
+    held = any(True for _ in jex.jaxprs_in_params(eqn.params))
+    return held or any(callable(p) for p in eqn.params.values())

@@ -1,0 +1,731 @@
+"""`for_inference`: weights and state that are stored in half, and change no bit."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attending import flash, inputs, layer
+from attending import weights as layer_weights
+from flax import nnx
+from helpers import HALF, eqns, same_types, trace
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec
+from programs import PROGRAMS
+
+from jmp_rewrite import (
+    Policy,
+    for_inference,
+    full_precision,
+    half_precision,
+    mixed_precision,
+)
+
+BF16 = "mixed_bfloat16"
+POLICIES = tuple(HALF)
+
+
+def dtypes(tree):
+    return [str(x.dtype) for x in jax.tree.leaves(tree)]
+
+
+def same_bits(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        if not isinstance(x, (jax.Array, np.ndarray)):
+            assert x == y
+        elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            same_bits(jax.random.key_data(x), jax.random.key_data(y))
+        else:
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def serves(fun, policy, *args, **options):
+    """Checks that stored and unstored arguments give the decorated function's bits."""
+    serve = for_inference(fun, policy, **options)
+    stored = serve.store(*args)
+    want = jax.jit(mixed_precision(fun, policy))(*args)
+    same_bits(jax.jit(serve)(*stored), want)
+    same_bits(jax.jit(serve)(*args), want)
+    return stored
+
+
+# ---- weights
+
+
+def apply(params, x):
+    hidden = jnp.tanh((x * params["scale"]) @ params["up"] + params["bias"])
+    return hidden @ params["down"]
+
+
+def params_of(width=32):
+    one, two = jax.random.split(jax.random.key(0))
+    return {
+        "bias": jnp.linspace(0, 1, width)[None],
+        "down": jax.random.normal(one, (width, width)),
+        "scale": jnp.linspace(1, 2, width)[None],
+        "unread": jnp.ones((3, 3)),
+        "up": jax.random.normal(two, (width, width)),
+    }
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_stored(policy):
+    half = HALF[policy]
+    (params, x) = serves(apply, policy, params_of(), inputs(width=32))
+    kept = {k: str(v.dtype) for k, v in params.items()}
+    assert (kept["up"], kept["down"]) == (half, half)
+    assert (kept["scale"], kept["unread"], str(x.dtype)) == ("float32",) * 3
+    same_bits(params["up"], params_of()["up"].astype(half))
+
+
+def test_a_stored_weight_is_read_as_it_is():
+    """Nothing casts it, up or down."""
+    serve = for_inference(apply, BF16)
+    stored = serve.store(params_of(), inputs(width=32))
+    jaxpr = trace(serve, *stored)
+    of_weights = [str(v) for v in jaxpr.jaxpr.invars if v.aval.shape == (32, 32)]
+    casts = eqns(jaxpr, "convert_element_type")
+    assert not {str(e.invars[0]) for e in casts} & set(of_weights)
+    assert len(of_weights) == 2
+
+
+@pytest.mark.parametrize(
+    "program", [p for p in PROGRAMS if p.grad], ids=lambda p: p.name
+)
+def test_weights_change_no_bit(program):
+    serves(program.fun, BF16, *program.args())
+
+
+def test_data_movement_is_looked_through():
+    def fun(params, x):
+        q, k = jnp.split(params["qk"].reshape(32, 2, 16), 2, axis=1)
+        w = jnp.concatenate([q[:, 0], k[:, 0][::-1]], axis=1)
+        rows = params["table"][jnp.arange(8)]
+        x = jax.jit(lambda x, w: x @ w.T)(x, w)
+        x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+        x = jax.lax.cond(x[0, 0] > 0, lambda x, w: x @ w, lambda x, w: x, x, w)
+        return x @ rows.T
+
+    key = iter(jax.random.split(jax.random.key(0), 3))
+    params = {
+        "qk": jax.random.normal(next(key), (32, 32)),
+        "table": jax.random.normal(next(key), (10, 32)),
+        "layers": jax.random.normal(next(key), (3, 32, 32)),
+    }
+    stored, _ = serves(fun, BF16, params, inputs(width=32))
+    assert dtypes(stored) == ["bfloat16"] * 3
+
+
+def test_what_is_read_unrounded_stays():
+    def fun(params, x):
+        y = x @ params["both"] + jnp.sum(params["both"])
+        y = y @ params["precise"].T
+        with jax.named_scope("head"):
+            y = y @ params["scoped"]
+        y = full_precision(jnp.matmul)(y, params["full"])
+        y = y @ params["free"]
+        return y @ params["free"], params["returned"]
+
+    names = ("both", "free", "full", "precise", "returned", "scoped")
+    params = dict.fromkeys(names, layer_weights()["q"])
+    policy = Policy(BF16, scopes={"head": "float32"})
+    serve = for_inference(fun, policy)
+    stored, _ = serve.store(params, inputs())
+    found = {k for k, v in stored.items() if v.dtype == jnp.bfloat16}
+    assert found == {"free", "precise"}
+    report = serve.report(params, inputs())
+    why = {x.path: x.reason for x in report.leaves}
+    assert "inside full_precision" in why["0/full"]
+    assert "the scope 'head' is float32" in why["0/scoped"]
+    assert why["0/returned"] == "it is returned"
+    assert "reduce_sum reads it unrounded at" in why["0/both"]
+    assert {x.path for x in report.stored} == {"0/free", "0/precise"}
+
+
+def test_the_report_counts_bytes():
+    serve = for_inference(apply, BF16)
+    params, x = params_of(), inputs(width=32)
+    report = serve.report(params, x)
+    stored = serve.store(params, x)
+    assert report.bytes_before == sum(v.nbytes for v in params.values())
+    assert report.bytes_after == sum(v.nbytes for v in stored[0].values())
+    text = str(report)
+    assert "0/scale" in text and "0/up" not in text and "nothing reads it" in text
+    same = serve.report(*stored)
+    assert (same.bytes_before, same.bytes_after) == (
+        report.bytes_before,
+        report.bytes_after,
+    )
+
+
+def test_several_weights_and_arguments_by_name():
+    def fun(x, first, second):
+        return x @ first @ second
+
+    w = layer_weights()["q"]
+    serve = for_inference(fun, BF16, weights=(1, 2))
+    stored = serve.store(inputs(), second=w, first=w)
+    assert dtypes(stored) == ["float32", "bfloat16", "bfloat16"]
+    want = jax.jit(mixed_precision(fun, BF16))(inputs(), w, w)
+    same_bits(jax.jit(serve)(*stored), want)
+    same_bits(jax.jit(serve)(stored[0], second=stored[2], first=stored[1]), want)
+
+
+def test_a_decorated_function_keeps_its_policy():
+    fun = jax.jit(mixed_precision(apply, "mixed_float16"))
+    params, _ = for_inference(fun).store(params_of(), inputs(width=32))
+    assert params["up"].dtype == jnp.float16
+    params, _ = for_inference(fun, BF16).store(params_of(), inputs(width=32))
+    assert params["up"].dtype == jnp.bfloat16
+
+
+def test_under_float32_nothing_changes():
+    serve = for_inference(apply, "float32")
+    params, x = params_of(), inputs(width=32)
+    stored = serve.store(params, x)
+    same_bits(stored, (params, x))
+    same_bits(jax.jit(serve)(*stored), jax.jit(apply)(params, x))
+    assert serve.report(params, x).bytes_after == serve.report(params, x).bytes_before
+
+
+def test_what_is_half_already_stays():
+    """A model of half weights: its results have the dtypes that it gives them."""
+
+    def fun(params, x):
+        x = x.astype(params["w"].dtype) * params["scale"]
+        return x @ params["w"]
+
+    params = {"scale": jnp.ones((1, 16)), "w": layer_weights()["q"]}
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+    stored = serves(fun, BF16, params, inputs())
+    same_bits(stored[0], params)
+
+
+# ---- state
+
+
+def attend_to(cache, q, k, v, position):
+    keys = jax.lax.dynamic_update_slice(cache["k"], k, (position, 0))
+    values = jax.lax.dynamic_update_slice(cache["v"], v, (position, 0))
+    mask = jnp.arange(keys.shape[0]) <= position
+    scores = jnp.where(mask[None], q @ keys.T, -1e9)
+    return jax.nn.softmax(scores) @ values, {"k": keys, "v": values}
+
+
+def decode(params, cache, x, position):
+    q, k, v = (x @ params[name] for name in "qkv")
+    out, cache = attend_to(cache, q, k, v, position)
+    return jnp.tanh(out @ params["o"]), cache
+
+
+def empty_cache(length=24, width=16):
+    return {"k": jnp.zeros((length, width)), "v": jnp.zeros((length, width))}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cache_is_stored(policy):
+    serve = for_inference(decode, policy, weights=0, state={1: 1})
+    params, cache = layer_weights(), empty_cache()
+    x = inputs(1)
+    first, second, *_ = stored = serve.store(params, cache, x, 3)
+    assert {*dtypes(first["q"]), *dtypes(second)} == {HALF[policy]}
+    plain = jax.jit(mixed_precision(decode, policy))
+    step = jax.jit(serve, donate_argnums=1)
+    new = stored[1]
+    for position in range(4):
+        x_out, cache = plain(params, cache, x, position)
+        y_out, new = step(stored[0], new, x, position)
+        same_bits(y_out, x_out)
+        assert {*dtypes(new)} == {HALF[policy]}
+        same_bits(new, jax.tree.map(lambda a: a.astype(HALF[policy]), cache))
+    # As it came in, so it is returned.
+    same_types(jax.jit(serve)(params, empty_cache(), x, 0)[1], empty_cache())
+
+
+def test_what_is_added_to_is_no_cache():
+    def fun(w, state, x):
+        moved = jnp.concatenate([state["window"][1:], x @ w])
+        new = {
+            "sum": state["sum"] + x @ w,
+            "hidden": jnp.tanh(x @ w + state["hidden"] @ w),
+            "window": moved,
+            "read": state["read"] * 0.5,
+        }
+        return moved @ w, new
+
+    state = {
+        "hidden": jnp.ones((1, 16)),
+        "read": jnp.ones((1, 16)),
+        "sum": jnp.ones((1, 16)),
+        "window": jnp.ones((8, 16)),
+    }
+    serve = for_inference(fun, BF16, state={1: 1})
+    _, stored, _ = serve.store(layer_weights()["q"], state, inputs(1))
+    assert {k: str(v.dtype) for k, v in stored.items()} == {
+        "hidden": "bfloat16",
+        "read": "float32",
+        "sum": "float32",
+        "window": "bfloat16",
+    }
+    report = serve.report(layer_weights()["q"], state, inputs(1))
+    why = {x.path: x.reason for x in report.leaves}
+    assert "add reads it unrounded" in why["1/sum"]
+
+
+def test_a_cache_that_another_result_shows_is_kept():
+    def fun(w, cache, x):
+        cache = jax.lax.dynamic_update_slice(cache, x @ w, (2, 0))
+        return cache @ w, cache, cache[2]
+
+    serve = for_inference(fun, BF16, state={1: 1})
+    _, cache, _ = serve.store(layer_weights()["q"], jnp.zeros((24, 16)), inputs(1))
+    assert cache.dtype == jnp.float32
+
+
+def test_caches_of_a_scan_over_layers():
+    def fun(params, cache, x, position):
+        def body(x, inputs):
+            out, cache = decode(*inputs, x, position)
+            return x + out, cache
+
+        x, cache = jax.lax.scan(body, x, (params, cache))
+        return cache, x @ params["o"][0]
+
+    cache = jax.tree.map(lambda x: jnp.stack([x] * 3), empty_cache())
+    serve = for_inference(fun, BF16, state={1: 0})
+    stored = serve.store(layer_weights(3), cache, inputs(1), 3)
+    assert {*dtypes(stored[1])} == {"bfloat16"}
+    new, out = jax.jit(serve)(*stored)
+    _, want = jax.jit(mixed_precision(fun, BF16))(layer_weights(3), cache, inputs(1), 3)
+    same_bits(out, want)
+    (loop,) = eqns(trace(serve, *stored), "scan")
+    assert not [v for v in loop.invars if v.aval.str_short() == "float32[3,24,16]"]
+
+
+# ---- loops that hold the cache
+
+
+def generate(loop, params, x, length=6):
+    """Decodes from a cache of its own; returns what it chose."""
+
+    def body(i, carry):
+        x, cache, chosen = carry
+        out, cache = decode(params, cache, x, i)
+        number = jnp.argmax(out)
+        x = params["up"][number][None]
+        return x, cache, chosen.at[i].set(number)
+
+    first = (x, empty_cache(), jnp.zeros((length,), jnp.int32))
+    if loop == "fori":
+        return jax.lax.fori_loop(0, length, body, first)[2]
+    if loop == "while":
+        end = jax.lax.while_loop(
+            lambda c: c[0] < length,
+            lambda c: (c[0] + 1, body(c[0], c[1])),
+            (jnp.asarray(0), first),
+        )
+        return end[1][2]
+
+    def step(carry, i):
+        return body(i, carry), None
+
+    return jax.lax.scan(step, first, jnp.arange(length))[0][2]
+
+
+@pytest.mark.parametrize("loop", ["fori", "while", "scan"])
+@pytest.mark.parametrize("decorate", [mixed_precision, for_inference])
+def test_a_loop_carries_its_cache_in_half(loop, decorate):
+    fun = functools.partial(generate, loop)
+    jaxpr = trace(decorate(fun, BF16), layer_weights(), inputs(1))
+    (eqn,) = eqns(jaxpr, "scan", "while")
+    carried = [v.aval.str_short() for v in eqn.outvars]
+    assert "bfloat16[24,16]" in carried and "float32[24,16]" not in carried
+    # Weights are cast once, in front of it.
+    body = eqn.params.get("jaxpr") or eqn.params["body_jaxpr"]
+    shapes = [e.invars[0].aval.shape for e in eqns(body, "convert_element_type")]
+    assert (16, 16) not in shapes
+    same_bits(
+        jax.jit(decorate(fun, BF16))(layer_weights(), inputs(1)),
+        jax.jit(mixed_precision(lambda *a: (fun(*a), a[1]), BF16))(
+            layer_weights(), inputs(1)
+        )[0],
+    )
+
+
+def test_beam_search_gathers_its_caches():
+    def fun(params, x):
+        def step(carry, i):
+            x, cache = carry
+            out, cache = jax.vmap(decode, (None, 0, 0, None))(params, cache, x, i)
+            order = jnp.argsort(out[:, 0, 0])
+            cache = jax.tree.map(lambda c: c[order], cache)
+            return (out[order], cache), order
+
+        cache = jax.tree.map(lambda c: jnp.stack([c] * 4), empty_cache())
+        return jax.lax.scan(step, (x, cache), jnp.arange(5))[1]
+
+    jaxpr = trace(mixed_precision(fun, BF16), layer_weights(), inputs(4)[:, None])
+    (loop,) = eqns(jaxpr, "scan")
+    assert "bfloat16[4,24,16]" in [v.aval.str_short() for v in loop.outvars]
+
+
+def test_a_window_that_rolls():
+    def fun(w, x):
+        def step(window, i):
+            window = jnp.roll(window, -1, axis=0).at[-1].set((x @ w)[0] * i)
+            return window, jnp.argmax(window @ w)
+
+        return jax.lax.scan(step, jnp.zeros((8, 16)), jnp.arange(5.0))[1]
+
+    jaxpr = trace(mixed_precision(fun, BF16), layer_weights()["q"], inputs(1))
+    (loop,) = eqns(jaxpr, "scan")
+    assert "bfloat16[8,16]" in [v.aval.str_short() for v in loop.outvars]
+
+
+def test_a_running_sum_is_carried_in_float32():
+    def fun(w, x):
+        def step(total, i):
+            return total + x @ w, jnp.argmax(total @ w)
+
+        return jax.lax.scan(step, jnp.zeros((1, 16)), jnp.arange(5.0))[1]
+
+    jaxpr = trace(for_inference(fun, BF16), layer_weights()["q"], inputs(1))
+    (loop,) = eqns(jaxpr, "scan")
+    assert "float32[1,16]" in [v.aval.str_short() for v in loop.outvars]
+
+
+def fill(w, x):
+    """Fills a cache in a loop, and returns numbers that have a derivative."""
+
+    def step(cache, i):
+        cache = jax.lax.dynamic_update_slice(cache, x @ w, (i, 0))
+        return cache, None
+
+    return jax.lax.scan(step, jnp.zeros((8, 16)), jnp.arange(5))[0] @ w
+
+
+def carried(jaxpr):
+    return {v.aval.str_short() for e in eqns(jaxpr, "scan") for v in e.outvars}
+
+
+def test_a_loop_that_returns_numbers_carries_its_cache_in_half():
+    w, x = layer_weights()["q"], inputs(1)
+    fun = mixed_precision(fill, BF16)
+    assert carried(trace(fun, w, x)) == {"bfloat16[8,16]"}
+    same_bits(jax.jit(fun)(w, x), jax.jit(for_inference(fill, BF16))(w, x))
+    got = jax.vmap(fun, (None, 0))(w, jnp.stack([x, x]))
+    np.testing.assert_allclose(got[0], fun(w, x), rtol=0.02, atol=0.02)
+
+
+def test_a_loop_that_is_differentiated_carries_cotangents_in_float32():
+    """Of whatever is differentiated, the function or what is jitted."""
+    w, x = layer_weights()["q"], inputs(1)
+    fun = mixed_precision(lambda w, x: jnp.sum(fill(w, x)), BF16)
+    for loss in (fun, jax.jit(fun), jax.checkpoint(fun)):
+        jaxpr = trace(jax.grad(loss), w, x)
+        assert "bfloat16[8,16]" not in carried(jaxpr)
+        assert "float32[8,16]" in carried(jaxpr)
+    same_bits(jax.jit(jax.grad(jax.jit(fun)))(w, x), jax.jit(jax.grad(fun))(w, x))
+
+
+# ---- kernels
+
+
+def test_kernels():
+    attend = half_precision(flash)
+    fun = functools.partial(layer, attend)
+    stored, _ = serves(fun, BF16, layer_weights(), inputs())
+    assert {*dtypes(stored)} == {"bfloat16"}
+
+
+# ---- how it is called
+
+
+def test_abstract_arguments():
+    args = params_of(), inputs(width=32)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    serve = for_inference(apply, BF16)
+    stored, real = serve.store(*types), serve.store(*args)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), stored) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), real
+    )
+    assert str(serve.report(*types)) == str(serve.report(*args))
+    assert jax.eval_shape(serve, *stored).dtype == jnp.float32
+
+
+def test_export():
+    serve = for_inference(apply, BF16)
+    stored = serve.store(params_of(), inputs(width=32))
+    exported = export.export(jax.jit(serve), platforms=["cpu", "cuda", "tpu"])(*stored)
+    restored = export.deserialize(exported.serialize())
+    same_bits(restored.call(*stored), jax.jit(serve)(*stored))
+    assert "bfloat16" in {str(a.dtype) for a in exported.in_avals}
+
+
+def test_sharded_weights():
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    columns = NamedSharding(mesh, PartitionSpec(None, "model"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    serve = for_inference(apply, BF16)
+    params = {
+        k: jax.device_put(v, columns if v.shape == (32, 32) else whole)
+        for k, v in params_of().items()
+    }
+    stored, x = serve.store(params, inputs(width=32))
+    assert stored["up"].sharding.is_equivalent_to(columns, 2)
+    types = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding), params
+    )
+    assert serve.store(types, x)[0]["up"].sharding == columns
+    want = jax.jit(mixed_precision(apply, BF16))(params, x)
+    np.testing.assert_allclose(jax.jit(serve)(stored, x), want, rtol=0.01, atol=0.02)
+
+
+def test_storing_inside_jit():
+    serve = for_inference(apply, BF16)
+    params, x = params_of(), inputs(width=32)
+    stored = jax.jit(lambda p: serve.store(p, x)[0])(params)
+    same_bits(stored, serve.store(params, x)[0])
+
+
+def test_storing_twice_changes_nothing():
+    serve = for_inference(apply, BF16)
+    once = serve.store(params_of(), inputs(width=32))
+    same_bits(serve.store(*once), once)
+    same_bits(for_inference(apply, BF16).store(*once), once)
+
+
+def test_numpy_weights():
+    params = jax.tree.map(np.asarray, params_of())
+    serves(apply, BF16, params, inputs(width=32))
+
+
+def test_it_says_what_it_wraps():
+    serve = for_inference(apply, BF16)
+    assert serve.__name__ == "apply" and serve.__wrapped__ is apply
+
+
+# ---- frameworks
+
+
+def test_linen():
+    model = nn.Sequential([nn.Dense(32), nn.LayerNorm(), nn.Dense(8)])
+    x = inputs(width=16)
+    stored, _ = serves(model.apply, BF16, model.init(jax.random.key(0), x), x)
+    kernels = [v.dtype for v in jax.tree.leaves(stored) if v.ndim == 2]
+    assert set(kernels) == {jnp.dtype("bfloat16")}
+    assert "float32" in dtypes(stored)  # the norm's scale
+
+
+def test_haiku():
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 8])(x)))
+    x = inputs()
+    stored, _ = serves(model.apply, BF16, model.init(jax.random.key(0), x), x)
+    assert "bfloat16" in dtypes(stored)
+
+
+def test_equinox():
+    model = eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
+    serve = for_inference(lambda model, x: jax.vmap(model)(x), BF16)
+    x = inputs()
+    stored, _ = serve.store(model, x)
+    assert stored.activation is model.activation
+    assert stored.layers[0].weight.dtype == jnp.bfloat16
+    want = eqx.filter_jit(mixed_precision(lambda m, x: jax.vmap(m)(x), BF16))(model, x)
+    same_bits(eqx.filter_jit(serve)(stored, x), want)
+    same_bits(eqx.filter_jit(serve)(model, x), want)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.calls = nnx.Variable(jnp.asarray(0))
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        return self.up(self.norm(x))
+
+
+def test_nnx():
+    model, x = Block(nnx.Rngs(0)), inputs()
+
+    def fun(model, x):
+        return model(x)
+
+    serve = for_inference(fun, BF16)
+    stored, _ = serve.store(model, x)
+    assert isinstance(stored, Block) and stored is not model
+    assert model.up.kernel[...].dtype == jnp.float32
+    assert stored.up.kernel[...].dtype == jnp.bfloat16
+    assert stored.norm.scale[...].dtype == jnp.float32
+    want = nnx.jit(mixed_precision(fun, BF16))(model, x)
+    same_bits(nnx.jit(serve)(stored, x), want)
+    assert (int(model.calls[...]), int(stored.calls[...])) == (1, 1)
+    assert stored.up.kernel[...].dtype == jnp.bfloat16
+    assert "0/norm/scale" in str(serve.report(model, x))
+
+
+class Decoder(nnx.Module):
+    """Writes its cache in place."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Linear(16, 16, rngs=rngs)
+        self.cache = nnx.Cache(jnp.zeros((8, 16)))
+
+    def __call__(self, x, position):
+        start = (position, 0)
+        cache = jax.lax.dynamic_update_slice(self.cache[...], self.w(x), start)
+        self.cache[...] = cache
+        return x @ cache.T
+
+
+def test_nnx_caches_are_stored_in_place():
+    model, plain, x = Decoder(nnx.Rngs(0)), Decoder(nnx.Rngs(0)), inputs(1)
+
+    def fun(model, x, position):
+        return model(x, position)
+
+    serve = for_inference(fun, BF16)
+    model, *_ = serve.store(model, x, 0)
+    assert model.cache[...].dtype == jnp.bfloat16
+    step, plain_step = nnx.jit(serve), nnx.jit(mixed_precision(fun, BF16))
+    for position in range(3):
+        same_bits(step(model, x, position), plain_step(plain, x, position))
+        assert model.cache[...].dtype == jnp.bfloat16
+    assert plain.cache[...].dtype == jnp.float32
+    serve(plain, x, 0)
+    assert plain.cache[...].dtype == jnp.float32
+
+
+def test_keras():
+    keras = pytest.importorskip("keras")
+    layers = keras.layers
+    model = keras.Sequential(
+        [keras.Input((16,)), layers.Dense(32, "relu"), layers.Dense(8)]
+    )
+
+    def fun(trainable, fixed, x):
+        return model.stateless_call(trainable, fixed, x)[0]
+
+    arrays = [v.value for v in model.trainable_variables]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        stored, *_ = serves(fun, BF16, arrays, [], inputs())
+    assert [str(v.dtype) for v in stored if v.ndim == 2] == ["bfloat16"] * 2
+
+
+def test_orbax(tmp_path):
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    serve = for_inference(apply, BF16)
+    params, x = serve.store(params_of(), inputs(width=32))
+    types = serve.store(
+        *jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding),
+            (params_of(), inputs(width=32)),
+        )
+    )
+    with checkpoint.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "stored", params)
+        saver.wait_until_finished()
+        restored = saver.restore(tmp_path / "stored", types[0])
+    same_bits(restored, params)
+    again = for_inference(apply, BF16)  # as in another process
+    same_bits(jax.jit(again)(restored, x), jax.jit(serve)(params, x))
+
+
+# ---- bad input
+
+
+def stateful(w, state, x):
+    return x @ w, {"a": state["a"] + 1}
+
+
+def calls(serve, *args):
+    return [
+        lambda: serve(*args),
+        lambda: serve.store(*args),
+        lambda: serve.report(*args),
+    ]
+
+
+@pytest.mark.parametrize("wrong", [3, "apply", jnp.ones(3)])
+def test_what_is_no_function(wrong):
+    with pytest.raises(TypeError, match="for_inference expected a function"):
+        for_inference(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"weights": 3}, ValueError, "3 positional arguments .w, state, x. .*got 3"),
+        ({"weights": (0, 5)}, ValueError, "got 5"),
+        ({"weights": -1}, ValueError, "from 0 on, got -1"),
+        ({"weights": "w"}, TypeError, "weights expected numbers"),
+        ({"weights": True}, TypeError, "weights expected numbers"),
+        ({"state": {4: 0}}, ValueError, "got 4"),
+        ({"state": 1}, TypeError, "state expected a mapping"),
+        ({"state": {1: "a"}}, TypeError, "state expected numbers"),
+        ({"state": {0: 1}}, ValueError, "as weights and as state"),
+        ({"weights": (), "state": {1: 1, 2: 1}}, ValueError, "another result"),
+    ],
+)
+def test_wrong_numbers(options, error, match):
+    with pytest.raises(error, match=match):
+        for_inference(stateful, BF16, **options)
+
+
+STATE = {"a": jnp.ones((2, 16))}
+
+
+@pytest.mark.parametrize("call", range(3))
+@pytest.mark.parametrize(
+    ("options", "args", "error", "match"),
+    [
+        ({"state": {1: 5}}, (STATE,), ValueError, "names result 5 of .* returns 2"),
+        ({"state": {1: 0}}, (STATE,), ValueError, "expected the same tree"),
+        (
+            {"state": {1: 1}},
+            ({"a": jnp.ones((1, 16)), "b": jnp.ones(2)},),
+            ValueError,
+            "expected the same tree",
+        ),
+        ({"state": {1: 1}}, ({"a": "text"},), TypeError, "expected arrays in argument"),
+        ({"state": {1: 1}}, ({"a": 1.5},), TypeError, "expected arrays in argument"),
+        ({"weights": 1}, ("text",), TypeError, "expected arrays in argument 1"),
+    ],
+)
+def test_wrong_calls(call, options, args, error, match):
+    serve = for_inference(stateful, BF16, **options)
+    w = layer_weights()["q"]
+    with pytest.raises(error, match=match):
+        calls(serve, w, *args, inputs(1))[call]()
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_a_state_of_another_shape(call):
+    def fun(w, state, x):
+        return x @ w, {"a": jnp.concatenate([state["a"]] * 2)}
+
+    serve = for_inference(fun, BF16, state={1: 1})
+    with pytest.raises(ValueError, match=r"float32\[2, 16\] and float32\[4, 16\]"):
+        calls(serve, layer_weights()["q"], STATE, inputs(1))[call]()
+
+
+@pytest.mark.parametrize("call", range(3))
+@pytest.mark.parametrize("other", ["mixed_float16", "float32"])
+def test_arguments_that_were_stored_under_another_policy(call, other):
+    stored = for_inference(apply, BF16).store(params_of(), inputs(width=32))
+    with pytest.raises(ValueError, match="stored under another policy"):
+        calls(for_inference(apply, other), *stored)[call]()
+
+
+def test_a_call_with_too_few_arguments():
+    serve = for_inference(lambda *args: args[0], BF16, weights=2)
+    with pytest.raises(ValueError, match="the call has 1 positional"):
+        serve(jnp.ones(2))

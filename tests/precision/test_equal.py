@@ -1,0 +1,221 @@
+"""Equal computations are computed once, before anything is decided."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import HALF, dtypes_in, eqns, open_jaxpr, products, relative_error
+from jax import lax
+from jax.extend import core as jex
+from programs import normal, weights
+
+from jmp_rewrite import Policy, _compat, full_precision, mixed_precision
+from jmp_rewrite._graph.equal import computed_once
+
+T, D, F = 16, 24, 32
+
+
+def generator(params, z):
+    w, out = params
+    h = z @ w
+    h = (h - h.mean(0, keepdims=True)) * lax.rsqrt(jnp.var(h, 0, keepdims=True) + 1e-5)
+    return jnp.tanh(jax.nn.silu(h) @ out)
+
+
+def discriminator(params, x):
+    w, out = params
+    return jax.nn.softplus(jax.nn.leaky_relu(x @ w) @ out)
+
+
+def gan(g, d, x, z, generate=generator, again=generator):
+    """A step of a GAN: both losses are of the same fake images."""
+
+    def d_loss(d):
+        fake = lax.stop_gradient(generate(g, z))
+        return discriminator(d, x).mean() - discriminator(d, fake).mean()
+
+    def g_loss(g):
+        return discriminator(d, again(g, z)).mean()
+
+    (d_value, d_grads), (g_value, g_grads) = (
+        jax.value_and_grad(d_loss)(d),
+        jax.value_and_grad(g_loss)(g),
+    )
+    new = jax.tree.map(lambda w, s: w - s, (g, d), (g_grads, d_grads))
+    return new, d_value, g_value
+
+
+def arguments():
+    g, d = weights((D, F), (F, D)), weights((D, F), (F, 1))
+    return g, d, jnp.asarray(normal(T, D)), jnp.asarray(normal(T, D)) / 2
+
+
+def once(step, *args, by_path=False):
+    """Returns a step as it is and with equal computations once; checks the values."""
+    closed = jax.make_jaxpr(step)(*args)
+    merged = computed_once(closed, by_path)
+    jex.check_jaxpr(open_jaxpr(merged))
+    leaves = jax.tree.leaves(args)
+    for a, b in zip(
+        _compat.evaluate(merged, leaves), _compat.evaluate(closed, leaves), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert computed_once(merged, by_path) is merged
+    return closed, merged
+
+
+def is_same(step, *args, by_path=False):
+    before, after = once(step, *args, by_path=by_path)
+    return after is before
+
+
+def test_fake_images_are_made_once():
+    """And judged once, where both losses judge them."""
+    before, after = once(gan, *arguments())
+    assert len(products(before)) - len(products(after)) == 4
+
+
+@pytest.mark.parametrize("policy", HALF)
+def test_the_rewritten_step_holds_them_once(policy):
+    args = arguments()
+    rewritten = jax.make_jaxpr(mixed_precision(gan, policy))(*args)
+    plain = jax.make_jaxpr(gan)(*args)
+    assert len(products(plain)) - len(products(rewritten)) == 4
+    found = mixed_precision(gan, policy)(*args)
+    assert relative_error(found, gan(*args)) < 2**-5
+
+
+def test_in_float32_nothing_is_touched():
+    args = arguments()
+    assert str(jax.make_jaxpr(mixed_precision(gan, "float32"))(*args)) == str(
+        jax.make_jaxpr(gan)(*args)
+    )
+
+
+def test_a_loop_is_a_program_of_its_own():
+    def epoch(g, d, x, z):
+        def body(carry, row):
+            return gan(*carry, row, z)[0], None
+
+        return lax.scan(body, (g, d), x[None])[0]
+
+    before, after = once(epoch, *arguments())
+    assert len(products(before)) - len(products(after)) == 4
+
+
+def test_what_a_checkpoint_computes_again_stays():
+    def step(params, x):
+        def loss(params):
+            return jax.checkpoint(generator)(params, x).mean()
+
+        return jax.grad(loss)(params)
+
+    g, _, x, _ = arguments()
+    assert is_same(step, g, x)
+
+
+def apart(params, z):
+    return generator(params, lax.optimization_barrier(z))
+
+
+def asked(params, z):
+    with full_precision():
+        return generator(params, z)
+
+
+def exact(params, z):
+    w, out = params
+    return jnp.matmul(z, w, precision="highest") @ out
+
+
+def inner(params, z):
+    return mixed_precision(generator, "float32")(params, z)
+
+
+@pytest.mark.parametrize("again", [apart, asked, exact, inner])
+def test_what_a_user_wants_otherwise_is_another_value(again):
+    def step(*args):
+        return gan(*args, again=again)
+
+    assert is_same(step, *arguments())
+
+
+def test_what_scopes_tell_apart_is_another_value():
+    def step(*args):
+        return gan(*args, again=jax.named_scope("second")(generator))
+
+    args = arguments()
+    assert not is_same(step, *args)
+    assert is_same(step, *args, by_path=True)
+    policy = Policy("mixed_bfloat16", scopes={"second": "float32"})
+    dtypes = [
+        dtypes_in(e)[0]
+        for e in products(jax.make_jaxpr(mixed_precision(step, policy))(*args))
+        if "second" in str(e.source_info.name_stack)
+    ]
+    assert dtypes and set(dtypes) == {"float32"}
+
+
+def test_draws_are_equal_if_their_keys_are():
+    def step(w, first, second):
+        def loss(w, key):
+            return jnp.tanh(jax.random.normal(key, (T, D)) @ w).mean()
+
+        return jax.grad(loss)(w, first), loss(w, second)
+
+    (w,), key = weights((D, F)), jax.random.key(0)
+    assert is_same(step, w, key, jax.random.key(1))
+    assert not is_same(lambda w, key: step(w, key, key), w, key)
+
+
+def test_effects_happen_as_often_as_they_did(capfd):
+    def noisy(params, z):
+        h = z @ params[0]
+        jax.debug.print("seen")
+        return h @ params[1]
+
+    def step(*args):
+        return gan(*args, generate=noisy, again=noisy)
+
+    args = arguments()
+    assert not is_same(step, *args)
+    capfd.readouterr()
+    jax.block_until_ready(jax.jit(mixed_precision(step, "mixed_bfloat16"))(*args))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen") == 2
+
+
+@jax.custom_jvp
+def straight(x):
+    return x
+
+
+straight.defjvp(lambda primals, tangents: (primals[0], 2 * tangents[0]))
+
+
+def test_before_differentiation_a_rule_stays_with_its_call():
+    def loss(w, x):
+        return (straight(x @ w) + x @ w).mean()
+
+    (w,), x = weights((D, F)), jnp.asarray(normal(T, D))
+    found = jax.grad(mixed_precision(loss, "mixed_bfloat16"))(w, x)
+    assert relative_error(found, jax.grad(loss)(w, x)) < 2**-6
+
+
+def test_results_without_a_name_can_be_read():
+    """The second copy of what has several results may read more of them."""
+
+    def step(w, x):
+        def loss(w):
+            values, _ = lax.top_k(jnp.tanh(x @ w), 2)
+            return values.mean()
+
+        def other(w):
+            _, places = lax.top_k(jnp.tanh(x @ w), 2)
+            return places
+
+        return jax.grad(loss)(w), other(w)
+
+    (w,), x = weights((D, F)), jnp.asarray(normal(T, D))
+    before, after = once(step, w, x)
+    assert len(eqns(after, "dot_general")) < len(eqns(before, "dot_general"))
