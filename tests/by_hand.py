@@ -307,8 +307,6 @@ class _AsDevice(Evaluator):
         """Runs the package's own primitives: the one place that knows their names."""
         name, params = eqn.primitive.name, eqn.params
         kinds = {self.device, self.platform}
-        if name == "restore":
-            return [values[0] if kinds.isdisjoint(params["on"]) else values[1]]
         if name == "by_device":
             for where, jaxpr in params["branches"]:
                 if not kinds.isdisjoint(where.devices):
@@ -316,10 +314,6 @@ class _AsDevice(Evaluator):
             return values[: params["results"]]
         if name == "saturating_cast":
             return [_saturated(values[0], params["dtype"])]
-        if name == "feature_sum":
-            return [
-                _feature_sum(*values, **params) if self.platform == "tpu" else values[0]
-            ]
         return None
 
     def compute(self, eqn: Any, values: list[Any]) -> list[Any]:
@@ -346,18 +340,3 @@ def _saturated(x: Any, dtype: Any) -> Any:
     largest = F32.type(ml_dtypes.finfo(dtype).max)
     inside = np.where(np.isfinite(x), np.clip(x, -largest, largest), x)
     return inside.astype(dtype)
-
-
-def _feature_sum(
-    stored: Any, first: Any, second: Any, *factors: Any, layout: Any
-) -> Any:
-    terms = first.astype(F32) * second.astype(F32).transpose(layout.order)
-    total = terms.sum(tuple(layout.features)).transpose(layout.rows)
-    total = total * F32.type(layout.number)
-    how = zip(factors, layout.keys, layout.factors, layout.divides, strict=True)
-    for x, keys, order, divides in how:
-        for dim in sorted(keys, reverse=True):
-            x = x.take(0, dim)
-        x = (x.transpose(order) if order else x).astype(F32)
-        total = total / x if divides else total * x
-    return total

@@ -26,7 +26,7 @@ _FLOAT32_BITS = (8, 23)
 # Titles of `_rules/table.py` under which an equation means its dtypes.
 _TYPED = ("opaque", "depends on the dtype", "draws random bits")
 # This library's own: without rounding the first operand, on every device.
-_OWN = frozenset({"restore", "rounding", "saturating_cast"})
+_OWN = frozenset({"rounding", "saturating_cast"})
 
 
 def is_half(aval: Any) -> bool:

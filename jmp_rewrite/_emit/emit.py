@@ -19,7 +19,7 @@ from jmp_rewrite._emit.later import Later
 from jmp_rewrite._emit.products import float32_result
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
 from jmp_rewrite._graph.scopes import FULL_PRECISION
-from jmp_rewrite._passes import on_device
+from jmp_rewrite._passes.by_device import TPU, Where, by_device
 from jmp_rewrite._precision.decide import Action, Plan
 from jmp_rewrite._rules.table import Category
 
@@ -334,7 +334,17 @@ def _of_partial(
     value = cell.value if cell.unrounded is None else cell.unrounded
     if getattr(value, "dtype", None) != FLOAT32:
         return eqn, env
-    return partial, {var: Cell(on_device.kept(value))}
+    return partial, {var: Cell(_kept(value))}
+
+
+def _kept(partial: Any) -> Any:
+    """Returns a partial sum that XLA:TPU does not merge with the sum of it.
+
+    It would take both for sums of the same value, and read that once for each.
+    """
+    apart = {Where((TPU,)): lambda x: [jax.lax.optimization_barrier(x)]}
+    (same,) = by_device([partial], [], apart)
+    return same
 
 
 def _retyped(aval: Any, dtype: Any) -> Any:

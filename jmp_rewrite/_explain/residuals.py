@@ -111,8 +111,6 @@ class Residuals(NamedTuple):
 def operands(eqn: Any) -> list[Any]:
     """Returns the variables that an equation reads, where they are stored."""
     values = [v for v in eqn.invars if not hasattr(v, "val")]
-    if eqn.primitive.name == "restore":
-        values = values[:1]  # what is stored is the rounded value
     if eqn.primitive.name == "by_device":
         values = values[: eqn.params["results"]]
     return values

@@ -257,7 +257,7 @@ def _without_float32(eqn: Any) -> Verdict:
 # Why the emitter puts a primitive in. What passes put in is told by its name scope.
 _INSERTED = {
     "optimization_barrier": "keeps a compiler from seeing what it was made of",
-    "restore": "some devices compute it again, others read it",
+    "by_device": "TPUs do not merge a sum with the sum of it",
 }
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_rewrite as jmpr
 from jmp_rewrite._cost import devices, program
-from jmp_rewrite._passes import on_device
+from jmp_rewrite._passes.by_device import GPU, TPU, TPU_V5E, TPU_V6E, Where, by_device
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 
@@ -26,22 +26,22 @@ def test_the_device_chooses_its_form():
 
     def chosen(on):
         def fun(x):
-            return on_device.restore(x, x + 5, (on,))
+            return by_device([x], [], {Where((on,)): lambda x: [x + 5]})[0]
 
         found = {
             d: lowered(fun, X, device=d).text for d in ("v5e", "v6e", "v5p", "h200")
         }
         return {d for d, text in found.items() if "return %arg0" not in text}
 
-    assert chosen(on_device.TPU_V5E) == {"v5e"}
-    assert chosen(on_device.TPU_V6E) == {"v6e"}
-    assert chosen(on_device.GPU) == {"h200"}
-    assert chosen("tpu") == {"v5e", "v6e", "v5p"}
+    assert chosen(TPU_V5E) == {"v5e"}
+    assert chosen(TPU_V6E) == {"v6e"}
+    assert chosen(GPU) == {"h200"}
+    assert chosen(TPU) == {"v5e", "v6e", "v5p"}
 
 
 def test_a_process_without_the_device_lowers_as_before():
     def fun(x):
-        return on_device.restore(x, x + 5, (on_device.TPU_V5E,))
+        return by_device([x], [], {Where((TPU_V5E,)): lambda x: [x + 5]})[0]
 
     assert "return %arg0" not in lowered(fun, X).text
     assert "return %arg0" in jax.jit(fun).lower(X).as_text()

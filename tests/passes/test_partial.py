@@ -7,8 +7,7 @@ from helpers import EPS, HALF, dtypes_in, eqns, relative_error, trace
 from jax import lax
 from programs import normal, weights
 
-from jmp_rewrite import diagnose, explain, mixed_precision
-from jmp_rewrite._passes import on_device
+from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
 POLICIES = sorted(HALF)
 N, T, D = 4, 16, 24  # examples, places, features
@@ -55,19 +54,19 @@ def test_a_bias_gradient_is_the_sum_of_a_shifts(policy):
         e for e in eqns(rewritten, "reduce_sum") if e.invars[0].aval.shape == (N, 32)
     ]
     assert dtypes_in(sum_of_sums) == ["float32"]
-    (kept,) = [e for e in eqns(rewritten, "restore") if e.params["on"] == ("tpu",)]
-    assert kept.outvars == sum_of_sums.invars
-    assert dtypes_in(kept) == ["float32"] * 2
+    found = eqns(rewritten, "by_device")
+    (kept,) = [e for e in found if e.outvars == sum_of_sums.invars]
+    assert [b.where.devices for b in kept.params["branches"]] == [("tpu",)]
+    assert dtypes_in(kept) == ["float32"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_gradients_are_as_good(policy, monkeypatch):
+def test_the_gradients_are_as_good(policy):
     step = gradient_step(conditioned)
     reference = step(*arguments())
-    for platform in ("cpu", "tpu"):
-        if platform == "tpu":
-            monkeypatch.setattr(on_device, "restore", lambda stored, again, on: again)
-        values = mixed_precision(step, policy)(*arguments())
+    for device in ("CPU", "TPU v5e"):
+        with use_passes(device=device):
+            values = mixed_precision(step, policy)(*arguments())
         assert relative_error(values, reference) < EPS[policy]
 
 
