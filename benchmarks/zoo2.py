@@ -35,6 +35,7 @@ FIRST = {
     "state_space": zoo2_language.state_space,
     "gan": zoo2_vision.Gan,
     "byol": zoo2_vision.byol,
+    "graph_network": zoo2_science.graph_network,
     "potential": zoo2_science.potential,
 }
 SECOND: dict[str, Callable[[Any], Any]] = {}

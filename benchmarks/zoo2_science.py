@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from models.common import Workload
+from models.common import Workload, at_least_float32
 
 ATOMS, EDGES, SPECIES, WIDTH = 1024, 16384, 8, 128
 
@@ -68,3 +68,54 @@ def potential(dtype: Any) -> Workload:
         return ((value - x["energy"]) / ATOMS) ** 2 + 10.0 * forces, state
 
     return Workload(init, loss, batch, optax.adamw(1e-3))
+
+
+# ---- a graph network
+
+
+class Interactions(nn.Module):
+    """An encoder, message passing with residuals on nodes and edges, a decoder."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
+        def mlp(x: Any) -> Any:
+            for _ in range(2):
+                x = nn.relu(nn.Dense(WIDTH, dtype=self.dtype)(x))
+            x = nn.Dense(WIDTH, dtype=self.dtype)(x)
+            return nn.LayerNorm(dtype=self.dtype)(x)
+
+        nodes, edges = mlp(nodes), mlp(edges)
+        for _ in range(3):
+            ends = [nodes[senders], nodes[receivers]]
+            new = mlp(jnp.concatenate([edges, *ends], -1))
+            received = jax.ops.segment_sum(new, receivers, ATOMS)
+            nodes = nodes + mlp(jnp.concatenate([nodes, received], -1))
+            edges = edges + new
+        return nn.Dense(3, dtype=self.dtype)(nodes)
+
+
+def graph_network(dtype: Any) -> Workload:
+    """A learnt simulator: accelerations of particles from their neighbours."""
+    model = Interactions(dtype)
+
+    def batch(key: Any) -> Any:
+        keys = jax.random.split(key, 4)
+        edges = jax.random.randint(keys[0], (2, EDGES), 0, ATOMS)
+        features = (
+            jax.random.normal(keys[1], (ATOMS, 16)),
+            jax.random.normal(keys[2], (EDGES, 4)),
+            *edges,
+        )
+        return features, jax.random.normal(keys[3], (ATOMS, 3))
+
+    def init(key: Any) -> Any:
+        return model.init(key, *batch(key)[0])["params"], ()
+
+    def loss(params: Any, state: Any, x: Any) -> Any:
+        features, target = x
+        out = at_least_float32(model.apply({"params": params}, *features))
+        return jnp.mean((out - target) ** 2), state
+
+    return Workload(init, loss, batch, optax.adam(1e-4))

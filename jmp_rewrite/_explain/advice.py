@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ _SHARE = 0.01
 _WIDE = frozenset({"float64", "complex64", "complex128"})
 _FULL_SHARE = 0.05
 _AT_MOST = 3
+# The reason of products that make updates of gradients, in `_precision/pins.py`.
+_OPTIMIZER = "a product of the optimizer"
 
 
 class Facts(NamedTuple):
@@ -165,6 +168,7 @@ def _already_half(facts: Facts) -> Iterator[str]:
 
 
 def _full_products(facts: Facts) -> Iterator[str]:
+    is_bfloat16 = facts.policy.compute_dtype.name == "bfloat16"
     reasons: dict[tuple[str, str], list[Equation]] = {}
     for row in facts.rows:
         if row.flops and not _is_half(row):
@@ -178,7 +182,25 @@ def _full_products(facts: Facts) -> Iterator[str]:
             yield (
                 f"{share:.0%} of the operations of matrix multiplications stay "
                 f"{dtype}, {_where(rows)}: {reason}."
+                + (_freed(facts, rows) if reason == _OPTIMIZER and is_bfloat16 else "")
             )
+
+
+def _freed(facts: Facts, rows: Sequence[Equation]) -> str:
+    """Says which scope brings an optimizer's products to half.
+
+    Muon's authors run its Newton-Schulz iteration in bfloat16 (K. Jordan et al., "Muon:
+    An optimizer for hidden layers in neural networks", 2024).
+    """
+    scope = os.path.commonprefix([row.scope.split("/") for row in rows])
+    others = [r.scope.split("/") for r in facts.rows if r.flops and r not in rows]
+    is_own = scope != [""] and not any(p[: len(scope)] == scope for p in others)
+    name = "/".join(scope) if scope and is_own else "optimizer"
+    where = "" if name != "optimizer" else f' with jax.named_scope("{name}") around it'
+    return (
+        " That is safe. An optimizer that is made for half, as Muon is, runs in "
+        f'bfloat16{where} under a policy of scopes={{"{name}": "half"}}.'
+    )
 
 
 def _share(facts: Facts, rows: Sequence[Equation]) -> float:

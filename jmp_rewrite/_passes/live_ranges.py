@@ -17,7 +17,9 @@ from jmp_rewrite._passes.match import (
     is_float,
     is_float32,
     is_half_product,
+    is_widening,
     made_inside,
+    makers,
     number_of,
     uses,
 )
@@ -26,6 +28,10 @@ from jmp_rewrite._rules.table import PRODUCTS
 
 # A part of a cotangent waits if its reader has to wait for so many products more.
 _PRODUCTS = 2
+# What is read through these is stored behind them.
+_VIEWS = frozenset(
+    {"convert_element_type", "expand_dims", "reshape", "slice", "squeeze", "transpose"}
+)
 
 
 def live_ranges(editor: Editor) -> None:
@@ -34,11 +40,14 @@ def live_ranges(editor: Editor) -> None:
     Of a skip connection's cotangent, which waits until the backward pass is through
     with all that lies below, XLA:GPU keeps whatever it is made of. And it fills the
     zeros that a sum starts from when the program begins, because that reads nothing.
-    Both are large in a program that adds up in float32.
+    Both are large in a program that adds up in float32. The zeros wait for what is
+    stored of the terms, or for one of them: terms that are computed as they are added
+    would be written to be waited for.
 
     On NVIDIA GPUs, in whole train steps.
 
-    Gain: U-Net 13 % less memory on an H200.
+    Gain: U-Net 13 % less memory on an H200; zeros that wait for one term in place of
+    all save an interatomic potential 13 % of its bytes there, a graph network 6 %.
     """
     _write_waiting(editor)
     _fill_late(editor)
@@ -108,15 +117,65 @@ def _fill_late(editor: Editor) -> None:
             continue
         if hasattr(zeros, "val") or editor.was_here(body, zeros):
             continue
-        branches = {Where((GPU,)): _filled}
-        late = editor.choose(body, index, [zeros, terms], [], branches)
+        made, views = _behind_views(body, terms)
+        if _is_stored(editor, body, made):
+            behind = {Where((GPU,)): _filled_behind}
+            late = editor.choose(
+                body, index, [zeros, terms], [made], behind, views=views
+            )
+            editor.read(body, index, 2, late[1])
+        else:
+            by_one = {Where((GPU,)): _filled_by_one}
+            late = editor.choose(body, index, [zeros], [terms], by_one)
         editor.read(body, index, 0, late[0])
-        editor.read(body, index, 2, late[1])
 
 
-def _filled(zeros: Any, terms: Any) -> Any:
-    zero, then = lax.optimization_barrier((np.zeros((), zeros.dtype), terms))
-    return [lax.broadcast_in_dim(zero, zeros.shape, ()), then]
+def _behind_views(body: Body, var: Any) -> tuple[Any, Any]:
+    """Returns that of which a value is a view on a GPU, and what makes the view."""
+    views: list[Any] = []
+    while (eqn := body.made_by(var, "by_device", *_VIEWS)) is not None:
+        if eqn.primitive.name == "by_device":
+            if any(GPU in branch.where.devices for branch in eqn.params["branches"]):
+                break
+            position = next(i for i, v in enumerate(eqn.outvars) if v is var)
+            var = eqn.invars[position]
+            continue
+        if hasattr(eqn.invars[0], "val") or len(eqn.invars) > 1:
+            break
+        views.append((eqn.primitive, tuple(eqn.params.items())))
+        (var,) = eqn.invars
+    return var, tuple(views[::-1])
+
+
+def _is_stored(editor: Editor, body: Body, var: Any) -> bool:
+    """Whether a value, or what it is widened from, is stored in any case."""
+    if var.aval.dtype == editor.half:
+        return True
+    made = [b.eqns[i] for b, i in makers(editor, body, var) if i >= 0]
+    return bool(made) and all(
+        e.primitive.name in PRODUCTS or is_widening(e, editor.half) for e in made
+    )
+
+
+def _filled_behind(zeros: Any, terms: Any, stored: Any, *, views: Any) -> Any:
+    """Waits for what is stored; a view of it would be written for the barrier."""
+    zero, x = lax.optimization_barrier((np.zeros((), zeros.dtype), stored))
+    for primitive, params in views:
+        x = primitive.bind(x, **primitive.get_bind_params(dict(params)))
+    return [lax.broadcast_in_dim(zero, zeros.shape, ()), x]
+
+
+def _filled_by_one(zeros: Any, terms: Any) -> Any:
+    """Waits for one of the terms, which are computed as they are added.
+
+    A compiler drops what nobody reads of a barrier, so the zero is made of the term.
+    """
+    first = lax.slice(terms, (0,) * terms.ndim, (1,) * terms.ndim)
+    bits = np.dtype(f"uint{8 * terms.dtype.itemsize}")
+    nothing = lax.optimization_barrier(np.zeros((), bits))
+    number = lax.bitcast_convert_type(lax.squeeze(first, range(terms.ndim)), bits)
+    zero = lax.bitcast_convert_type(number & nothing, zeros.dtype)
+    return [lax.broadcast_in_dim(zero, zeros.shape, ())]
 
 
 class _Depths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import html.parser
 import json
@@ -139,6 +140,40 @@ def test_advice_on_products_that_stay_float32():
         f"test_report.py:{line}: "
         "precision HIGHEST was asked for." in advice_on(fun, LARGE, LARGE)
     )
+
+
+@pytest.mark.parametrize("scope", ["muon", "", "everything"])
+def test_advice_on_an_optimizer_with_products(scope):
+    """Newton-Schulz is safe in float32; one scope frees it, around it alone."""
+    tx = optax.contrib.muon(1e-3)
+    params = {"w": jnp.zeros((16, 32)), "out": jnp.zeros((32, 8))}
+    freed = scope if scope == "muon" else "optimizer"
+
+    def step(params, state, x, around=scope):
+        def loss(params):
+            return jnp.square(jnp.tanh(x @ params["w"]) @ params["out"]).mean()
+
+        with jax.named_scope(scope if scope == "everything" else "model"):
+            grads = jax.grad(loss)(params)
+        if around:
+            with jax.named_scope(around):
+                updates, state = tx.update(grads, state, params)
+        else:
+            updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = params, tx.init(params), jnp.zeros((4, 16))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = explain(step, "mixed_bfloat16")(*args)
+        (found,) = [a for a in report.advice if "a product of the optimizer" in a]
+        policy = Policy("mixed_bfloat16", scopes={freed: "half"})
+        after = explain(functools.partial(step, around=freed), policy)(*args)
+    share = 1 - report.half_flops
+    assert found.startswith(f"{share:.0%} of the operations of matrix multiplications")
+    assert found.endswith(f'scopes={{"{freed}": "half"}}.')
+    assert (f'jax.named_scope("{freed}")' in found) == (freed != scope)
+    assert after.half_flops == 1
+    assert not any("optimizer" in a for a in after.advice)
 
 
 def test_advice_on_what_is_left_alone():

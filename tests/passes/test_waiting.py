@@ -60,6 +60,22 @@ def upsampled(params, x):
     return jnp.square(h @ last).mean()
 
 
+def gathered(params, x):
+    """The cotangent of what is gathered is computed where it is added up."""
+    first, last = params
+    h = jnp.tanh(x @ first)[jnp.arange(48) % 24]
+    weights = jnp.arange(48.0)[:, None] * jnp.cos(jnp.arange(32.0))[None]
+    return jnp.square((h * weights).reshape(24, 2, 32).sum(1) @ last).mean()
+
+
+def sliced(params, x):
+    """A part of what a product has made is added up."""
+    first, last = params
+    h = jnp.tanh(x @ first)
+    both = jnp.concatenate([h[jnp.arange(24) % 5], h], -1)
+    return jnp.square(both @ jnp.concatenate([last, last])).mean()
+
+
 def embedded(params, x):
     table, last = params
     tokens = jnp.arange(24) % 5
@@ -74,6 +90,8 @@ PROGRAMS = {
     "u_shaped": (u_shaped, u_shape),
     "rotated": (rotated, pair),
     "upsampled": (upsampled, pair),
+    "gathered": (gathered, pair),
+    "sliced": (sliced, pair),
     "embedded": (embedded, pair),
 }
 
@@ -99,13 +117,18 @@ def test_what_is_read_at_once_is_not():
 
 
 @pytest.mark.parametrize(
-    ("name", "shapes"),
+    ("name", "shapes", "tied"),
     [
-        ("upsampled", [(24, 32), (48, 32)]),  # zeros, and what is added to them
-        ("embedded", []),  # nothing waits for the gradient of a table
+        # Zeros, and what is added to them, which a product has made.
+        ("upsampled", [(24, 32), (48, 32)], ["f32[]", "f32[48,32]"]),
+        # What is stored of it, from which it is widened.
+        ("sliced", [(24, 32), (24, 32)], ["f32[]", "bf16[24,32]"]),
+        # Nothing is stored of it: zeros alone, which wait for one of the terms.
+        ("gathered", [(24, 32)], ["u32[]"]),
+        ("embedded", [], []),  # nothing waits for the gradient of a table
     ],
 )
-def test_zeros_are_filled_when_something_is_added(name, shapes):
+def test_zeros_are_filled_when_something_is_added(name, shapes, tied):
     loss, arguments = PROGRAMS[name]
     jaxpr = trace(mixed_precision(gradient_step(loss), "mixed_bfloat16"), *arguments())
     sums = [dtypes_in(e)[0] for e in eqns(jaxpr, "scatter-add")]
@@ -116,8 +139,8 @@ def test_zeros_are_filled_when_something_is_added(name, shapes):
             mixed_precision(gradient_step(loss), "mixed_bfloat16"), *arguments()
         )
     barriers = eqns(there, "optimization_barrier")
-    tied = [[v.aval.shape for v in e.outvars] for e in barriers]
-    assert tied == ([[(), shapes[1]]] if shapes else [])
+    found = [v.aval.str_short(short_dtypes=True) for e in barriers for v in e.outvars]
+    assert found == tied
 
 
 @pytest.mark.parametrize("policy", POLICIES)
