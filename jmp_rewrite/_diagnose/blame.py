@@ -240,14 +240,11 @@ def rounded_before(finding: Finding, findings: Sequence[Finding]) -> Finding | N
         sources = [i for i in at.reads if i not in seen and findings[i].error > 0]
         if not sources:
             return None
-        at = findings[max(sources, key=lambda i: _brought(at, findings[i]))]
+        brought = {i: min(findings[i].error, at.brought_by(i)) for i in sources}
+        at = findings[max(sources, key=brought.__getitem__)]
         seen.add(at.index)
         if at.is_half and (at.introduced > 0 or at.primitive in PRODUCTS):
             return at
-
-
-def _brought(finding: Finding, source: Finding) -> float:
-    return min(source.error, finding.brought_by(source.index))
 
 
 def _growths(

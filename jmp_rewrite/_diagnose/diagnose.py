@@ -42,10 +42,11 @@ def diagnose(
 ) -> Callable[P, Diagnosis]:
     """Finds out which line makes a program wrong in half precision.
 
-    Runs the function on the arguments of a call twice, side by side and equation by
-    equation: rewritten by the policy, and in float32, where what the function makes
-    half itself is float32 too. For each equation it counts how far the two are apart,
-    which values overflowed, and which vanished. Where an error appears is told from
+    Runs the function on the arguments of a call, rewritten by the policy as it is
+    compiled, equation by equation, and beside each value its float32 shadow: what it
+    would be without any rounding, the function's own casts to half included. For each
+    equation it counts how far the two are apart, which values overflowed, and which
+    vanished. Where an error appears is told from
     where it is only handed on: blamed is what appears at an equation and reaches a
     result. Loops name the iteration, and a backward pass is part of the program, so
     that a whole train step is what to diagnose.

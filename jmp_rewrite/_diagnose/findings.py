@@ -25,8 +25,7 @@ def findings_of(
     Returns:
       The findings; and f32[80], as `distance.exponents` counts them.
     """
-    counted = shadow.frame.by_row()
-    exponents = shadow.frame.arrays(np)[2]
+    counted, exponents = shadow.frame.by_row()
     lines = Lines()
     findings: list[Finding] = []
     for index, row in enumerate(shadow.rows):

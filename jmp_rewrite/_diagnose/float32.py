@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from jax.extend import core as jex
 
@@ -20,8 +21,8 @@ from jmp_rewrite._rules import table
 from jmp_rewrite._rules.held import LANES
 from jmp_rewrite._rules.table import Category
 
-_HALVES = ("bfloat16", "float16")
-_KINDS = frozenset({"float32", *_HALVES})
+_HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
+_KINDS = _HALVES | {FLOAT32}
 _FLOAT32_BITS = (8, 23)
 # Titles of `_rules/table.py` under which an equation means its dtypes.
 _TYPED = ("opaque", "depends on the dtype", "draws random bits")
@@ -31,11 +32,7 @@ _OWN = frozenset({"rounding", "saturating_cast"})
 
 def is_half(aval: Any) -> bool:
     """Tells the types of float16 and bfloat16 arrays."""
-    return getattr(getattr(aval, "dtype", None), "name", "") in _HALVES
-
-
-def _kind(atom: Any) -> str:
-    return getattr(getattr(atom.aval, "dtype", None), "name", "")
+    return getattr(aval, "dtype", None) in _HALVES
 
 
 def touches_half(eqn: Any) -> bool:
@@ -82,7 +79,8 @@ def passed_on(eqn: Any) -> int | None:
         is_float32 = (eqn.params["exponent_bits"], eqn.params["mantissa_bits"])
         return 1 if is_float32 == _FLOAT32_BITS else None
     if name == "convert_element_type":
-        return 1 if {_kind(eqn.invars[0]), _kind(eqn.outvars[0])} <= _KINDS else None
+        dtypes = {_dtype(v.aval) for v in (*eqn.invars, *eqn.outvars)}
+        return 1 if dtypes <= _KINDS else None
     return 1 if name in _OWN else None
 
 
@@ -100,7 +98,7 @@ def _dtype(x: Any) -> Any:
 
 
 def _is_half_dtype(x: Any) -> bool:
-    return isinstance(x, np.dtype) and x.name in _HALVES
+    return isinstance(x, np.dtype) and x in _HALVES
 
 
 def _is_typed(eqn: Any) -> bool:

@@ -106,12 +106,10 @@ def _array(x: Any) -> Any:
 
 def is_finite(x: Any) -> bool:
     """Whether nothing in an array is Inf or NaN."""
-    return bool(_is_finite(x)) if jnp.issubdtype(x.dtype, np.inexact) else True
+    return not jnp.issubdtype(x.dtype, np.inexact) or bool(_is_finite(x))
 
 
-@jax.jit
-def _is_finite(x: Any) -> Any:
-    return jnp.isfinite(x).all()
+_is_finite = jax.jit(lambda x: jnp.isfinite(x).all())
 
 
 @jax.jit

@@ -80,9 +80,11 @@ class Frame:
         where = [xp.zeros((0, depth), np.int32)]
         for own, loops in blocks:
             counts.append(own.reshape(-1, WIDTH))
-            known = np.zeros((1, 0), np.int32) if loops is None else loops
-            missing = depth - known.shape[1]
-            where.append(xp.pad(known, ((0, 0), (0, missing)), constant_values=-1))
+            if loops is None:
+                where.append(np.full((1, depth), -1, np.int32))
+                continue
+            missing = depth - loops.shape[1]
+            where.append(xp.pad(loops, ((0, 0), (0, missing)), constant_values=-1))
         exponents = sum(self.exponents, xp.zeros(BINS, np.float32))
         return xp.concatenate(counts), xp.concatenate(where), exponents
 
@@ -102,12 +104,16 @@ class Frame:
             padded = [_deeper(w, depth) for w in where]
             self.blocks.append((list(known), np.stack(counts), np.stack(padded)))
 
-    def by_row(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Returns the counts of each row, f32[WIDTH], and where, i32[depth]."""
+    def by_row(self) -> tuple[dict[int, tuple[np.ndarray, np.ndarray]], np.ndarray]:
+        """Returns the counts and iterations of each row, and the exponents.
+
+        They are f32[WIDTH], i32[depth] and f32[BINS].
+        """
         known: dict[int, tuple[Any, Any]] = {}
-        for row, *own in zip(self.rows, *self.arrays(np)[:2], strict=True):
+        counts, where, exponents = self.arrays(np)
+        for row, *own in zip(self.rows, counts, where, strict=True):
             known[row] = _together(known.get(row), *own)
-        return known
+        return known, exponents
 
 
 def _together(known: Any, counts: Any, where: Any) -> tuple[Any, Any]:

@@ -36,20 +36,8 @@ from jmp_rewrite._source import Caller
 
 # What these return has the numbers of their operand, and so its error.
 _MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "name",
-        "pvary",
-        "reshape",
-        "rev",
-        "sharding_constraint",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
+    "broadcast_in_dim copy copy_p expand_dims name pvary reshape rev "
+    "sharding_constraint squeeze stop_gradient transpose".split()
 )
 
 
@@ -205,7 +193,7 @@ class Shadow:
         if rounds(eqn):
             return [self._cast(step, operands[0], body)]
         if (kept := passed_on(eqn)) is not None and step.rounding is None:
-            return _passed(eqn, operands[:kept], _passed_values(eqn, operands, kept))
+            return _passed(eqn, operands, kept)
         if step.rounding is None and _are_shared(eqn, operands):
             return self._shared(eqn, operands)
         return self._beside(step, operands)
@@ -228,11 +216,11 @@ class Shadow:
         """Rounds a value; its shadow stays as it is."""
         eqn = step.eqn
         (half,) = _values(eqn, [pair])
-        kind, fields = "equation", {}
+        fields: dict[str, Any] = {"dtype": str(half.dtype), "is_half": True}
         if step.inserted:
-            kind, fields = "cast", {"of": pair.row, **self._reader(eqn, body)}
-        dtype = str(half.dtype)
-        row = self.add(kind, [pair.row], dtype=dtype, is_half=True, **fields)
+            fields |= {"of": pair.row, **self._reader(eqn, body)}
+        kind = "cast" if step.inserted else "equation"
+        row = self.add(kind, [pair.row], **fields)
         exact = to_float32(pair.value)
         error = self.count(row, Measured([half], [pair.shadow], [exact]), [pair.error])
         return Pair(half, pair.shadow, error, row)
@@ -241,8 +229,7 @@ class Shadow:
         """Returns for whom a value is rounded: what reads it, or hands it on."""
         found = body.reader(cast.outvars[0])
         if found is None:
-            around = self._caller
-            return {"reader": around} if around else {}
+            return {"reader": self._caller}
         *holders, eqn = found
         caller, place = self._caller, self._place
         for holder in holders:
@@ -311,19 +298,13 @@ def _values(eqn: Any, operands: Sequence[Pair]) -> list[Any]:
     return _barred(_compat.bind(eqn, _barred(values), eqn.params))
 
 
-def _passed_values(eqn: Any, operands: Sequence[Pair], kept: int) -> list[Any]:
-    """Returns the numbers of some operands as an equation passes them on."""
-    values = [p.value for p in operands]
-    is_cast = eqn.primitive.name in CASTS
+def _passed(eqn: Any, operands: list[Pair], kept: int) -> list[Pair]:
+    """Runs an equation that leaves the numbers of some operands what they are."""
+    outs = values = [p.value for p in operands]
+    is_cast, rounded = eqn.primitive.name in CASTS, touches_half(eqn)
     if is_cast or any(isinstance(x, jax.core.Tracer) for x in values):
-        return _compat.bind(eqn, values, eqn.params)
-    return values[:kept]  # a barrier is for a compiler
-
-
-def _passed(eqn: Any, operands: list[Pair], outs: list[Any]) -> list[Pair]:
-    """Pairs the results of an equation that leaves numbers what they are."""
-    rounded = touches_half(eqn)
-    pairs = zip(outs, operands, strict=True)
+        outs = _compat.bind(eqn, values, eqn.params)  # a barrier is for a compiler
+    pairs = zip(outs[:kept], operands[:kept], strict=True)
     return [
         Pair(x, x if p.is_same and not rounded else p.shadow, p.error, p.row)
         for x, p in pairs
