@@ -146,7 +146,10 @@ class Report:
         once, with the trips of all calls.
         """
         return rows.rows(
-            self._drafts, self._decision.plan, self._labels, stored(self.jaxpr)
+            self._drafts,
+            self._decision.plan,
+            self._labels,
+            stored(self._emitted.program),
         )
 
     @property
