@@ -531,7 +531,7 @@ def optimized(
     choice = _passes.current() if choice is None else choice
     explicit = emitted(plan, choice, emitter_type)
     done = finished(plan, explicit, choice)
-    if emitter_type is not Emitter or not _may_store(plan):
+    if not _may_store(plan):
         return done
     stored = store(explicit, plan.half).closed
     if stored is explicit:

@@ -78,7 +78,8 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
       storage: which arguments and results may be half.
     """
     graph = build.build(closed)
-    unrounded = Unrounded(graph, half, storage.kept)
+    kept = {r: n for r, n in storage.kept.items() if n in storage.arguments}
+    unrounded = Unrounded(graph, half, kept)
     wanted = sorted(storage.arguments)
     unread = frozenset(n for n in wanted if argument(n) not in unrounded.read)
     stored = frozenset(
@@ -93,7 +94,7 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
     plan = _plan(graph, half, unrounded, stored)
     if not (stored or _changes(graph, plan)):
         return Stored(closed, stored, why_not, unread)
-    results = {i for i, n in storage.kept.items() if n in stored}
+    results = {i for i, n in kept.items() if n in stored}
     return Stored(_emitted(closed, plan, stored, results), stored, why_not, unread)
 
 

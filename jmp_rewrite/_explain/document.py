@@ -65,7 +65,22 @@ def document(report: Any, *, equations: bool = True) -> Document:
     )
 
 
+def _served(report: Any) -> Iterator[tuple[str, str]]:
+    """What inference needs to know of a forward function."""
+    if report.serving is None:
+        return
+    for title, held in zip(("weights", "caches"), report.serving, strict=True):
+        if held.before:
+            saved = held.before - held.after
+            stored = f"; for_inference stores them in {bytes_text(held.after)}"
+            yield (
+                title,
+                f"{bytes_text(held.before)} of float32{stored if saved else ''}",
+            )
+
+
 def _facts(report: Any) -> Iterator[tuple[str, str]]:
+    yield from _served(report)
     if report.flops:
         yield (
             "matmuls in half",

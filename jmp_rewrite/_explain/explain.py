@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+from jax import tree_util
+
 from jmp_rewrite import _cost, _transform
 from jmp_rewrite._arguments import name_of, not_a_function
 from jmp_rewrite._explain.report import Decision, Report
@@ -102,6 +104,7 @@ def _report(
             arguments=parameters.argument_paths(traced.arguments),
             results=parameters.result_paths(traced.results),
             unused_scopes=unused,
+            weights=len(tree_util.tree_leaves(traced.arguments[0][:1])),
             call=call,
         )
     )

@@ -49,6 +49,14 @@ class Emitted(NamedTuple):
     origins: dict[Any, list[Origin]]
     passes: Mapping[str, int] = MappingProxyType({})
 
+    @property
+    def program(self) -> Any:
+        """The jaxpr itself, where `closed` is another one if it is differentiated."""
+        body = _compat.open_jaxpr(self.closed)
+        if self.origins.get(body) != [()]:  # an equation that comes from none
+            return self.closed
+        return body.eqns[0].params.get("call_jaxpr", self.closed)
+
 
 def emit(plan: Plan, choice: _passes.Choice) -> Emitted:
     """Emits the program of a plan, and runs the chosen passes over it."""

@@ -22,6 +22,7 @@ from jmp_rewrite._explain.hazards import hazards
 from jmp_rewrite._explain.reasons import CAST
 from jmp_rewrite._explain.residuals import Residuals
 from jmp_rewrite._explain.rows import Equation
+from jmp_rewrite._explain.serving import Serving, serving
 from jmp_rewrite._explain.stored import stored
 from jmp_rewrite._explain.walk import Draft, walk
 from jmp_rewrite._graph.nodes import Graph, reached
@@ -47,6 +48,7 @@ class Decision(NamedTuple):
       arguments: for each parameter its path, None for optimizer state.
       results: for each result its path.
       unused_scopes: patterns of the policy that matched nothing.
+      weights: how many arrays the first argument has.
       call: that was explained, with types in place of arrays.
     """
 
@@ -58,6 +60,7 @@ class Decision(NamedTuple):
     arguments: Sequence[str | None]
     results: Sequence[str]
     unused_scopes: Sequence[str]
+    weights: int
     call: _cost.Call
 
 
@@ -145,7 +148,10 @@ class Report:
         once, with the trips of all calls.
         """
         return rows.rows(
-            self._drafts, self._decision.plan, self._labels, stored(self.jaxpr)
+            self._drafts,
+            self._decision.plan,
+            self._labels,
+            stored(self._emitted.program),
         )
 
     @property
@@ -227,6 +233,18 @@ class Report:
         else:
             measure = _vjp_residuals
         return measure(closed), measure(self.jaxpr)
+
+    @functools.cached_property
+    def serving(self) -> Serving | None:
+        """What a forward function holds from call to call: weights and caches.
+
+        None for a function with a backward pass, and under float32. With each come its
+        bytes `before`, in float32, and `after`, as `for_inference` stores them.
+        """
+        decision = self._decision
+        if decision.plan is None or self._backward.is_in(decision.closed):
+            return None
+        return serving(decision.plan, decision.weights)
 
     @functools.cached_property
     def _backward(self) -> residuals.BackwardPass:

@@ -28,6 +28,11 @@ from jmp_rewrite._precision.decide import Plan
 from jmp_rewrite._rules.held import held_jaxprs, held_parameters
 from jmp_rewrite._source import Caller, Line, Lines
 
+_UNLESS_DIFFERENTIATED = (
+    "loops carry in half what is read rounded alone; if it is differentiated, they "
+    "carry it in float32"
+)
+
 
 class Draft(NamedTuple):
     """A row before reasons are known, which name other rows' lines."""
@@ -53,7 +58,9 @@ def walk(graph: Graph, plan: Plan | None, emitted: Emitted) -> list[Draft]:
       emitted: the rewritten program.
     """
     walking = _Walk(graph, plan, emitted)
-    walking.visit(emitted.closed, graph.top, TOP, None)
+    if emitted.program is not emitted.closed:
+        walking.whole(emitted.closed, graph.top)
+    walking.visit(emitted.program, graph.top, TOP, None)
     return walking.drafts
 
 
@@ -67,6 +74,12 @@ class _Walk:
         self._trips = _trips(graph.top)
         self._lines = Lines()
         self._visited: set[Instance] = set()
+
+    def whole(self, closed: Any, use: Instance) -> None:
+        """Drafts the row of what holds a program that is not differentiated."""
+        (eqn,) = _compat.open_jaxpr(closed).eqns
+        step = _Step(use, -1, None, TOP, None, self._trips[use])
+        self._draft(eqn, step, verdict=Verdict(INSERTED, _UNLESS_DIFFERENTIATED))
 
     def visit(
         self, jaxpr: Any, use: Instance, place: Place, caller: Caller | None

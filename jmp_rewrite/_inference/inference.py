@@ -112,7 +112,6 @@ class _Program(NamedTuple):
       stored: the program, with what is stored in half.
       leaves: the arrays of the call.
       first: the number of the first array among the program's arguments.
-      kept: number of a result -> the leaf whose place it takes.
     """
 
     traced: _transform.Traced
@@ -120,7 +119,6 @@ class _Program(NamedTuple):
     stored: Stored
     leaves: list[Leaf]
     first: int
-    kept: dict[int, int]
 
     def is_stored(self, leaf: int) -> bool:
         """Whether an array of the call is stored in half."""
@@ -151,7 +149,8 @@ class Inference(Generic[P, R]):
             return _transform.mixed_precision(self._fun, policy)(*given, **named)
         with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, finish):
             tree = hide((pargs, pkwargs))
-            program = self._program(policy, pure, tree, len(pargs) - len(given))
+            hidden = len(pargs) - len(given)
+            program = self._program(policy, pure, tree, hidden, as_given=True)
             with jax.named_scope(REWRITTEN):
                 results = _run(program)
             return finish(program.traced.rebuild(results))
@@ -248,15 +247,29 @@ class Inference(Generic[P, R]):
 
     # ---- the program
 
-    def _program(self, policy: Policy, pure: Any, tree: Any, hidden: int) -> _Program:
+    def _program(
+        self,
+        policy: Policy,
+        pure: Any,
+        tree: Any,
+        hidden: int,
+        as_given: bool = False,
+    ) -> _Program:
         """Traces a call with its weights and state in float32, and stores them.
 
         What is half already has been stored; but not in an argument that holds half
         arrays which are read unrounded. These are the function's own.
+
+        Args:
+          policy: of the function.
+          pure: the function of trees of arrays.
+          tree: its arguments.
+          hidden: how many arguments stand before those of the user's call.
+          as_given: whether to leave in float32 what comes in float32.
         """
         stored = {x.number for x in self._leaves(policy, tree, hidden)}
         while True:
-            program = self._made(policy, pure, tree, hidden, stored)
+            program = self._made(policy, pure, tree, hidden, stored, as_given)
             own = {
                 x.number
                 for i, x in enumerate(program.leaves)
@@ -267,7 +280,13 @@ class Inference(Generic[P, R]):
             stored -= own
 
     def _made(
-        self, policy: Policy, pure: Any, tree: Any, hidden: int, stored: set[int]
+        self,
+        policy: Policy,
+        pure: Any,
+        tree: Any,
+        hidden: int,
+        stored: set[int],
+        as_given: bool,
     ) -> _Program:
         leaves = leaves_of(tree, self._numbers, hidden)
         shown = [
@@ -283,14 +302,14 @@ class Inference(Generic[P, R]):
         wanted = (
             i
             for i, (x, t) in enumerate(zip(leaves, shown, strict=True))
-            if x.kind and is_float32(t)
+            if x.kind and is_float32(t) and not (as_given and is_float32(x.value))
         )
         storage = Storage(
             frozenset(first + i for i in wanted),
             {r: first + i for r, i in kept.items()},
         )
         result = store(_transform.emitted(plan), plan.half, storage)
-        return _Program(traced, plan, result, leaves, first, kept)
+        return _Program(traced, plan, result, leaves, first)
 
     def _kept(self, traced: _transform.Traced, hidden: int) -> dict[int, int]:
         """Returns for each result that takes a place in the next call the leaf's."""
@@ -325,20 +344,11 @@ class Inference(Generic[P, R]):
 
 
 def _run(program: _Program) -> list[Any]:
-    """Runs a program on its arrays; a state is returned as it came in."""
-    half = program.plan.half
-    arrays = [
-        _in_half(x.value, half) if program.is_stored(i) else x.value
-        for i, x in enumerate(program.leaves)
-    ]
+    """Runs a program on its arrays; what is stored comes in half, and so returns."""
     finished = _transform.finished(program.plan, program.stored.closed)
     consts = _compat.constants(program.traced.closed)
-    results = _compat.evaluate(finished.closed, [*consts, *arrays])
-    for result, leaf in program.kept.items():
-        was_half = is_half(program.leaves[leaf].value)
-        if program.is_stored(leaf) and not was_half:
-            results[result] = _compat.convert(results[result], FLOAT32)
-    return results
+    arrays = [x.value for x in program.leaves]
+    return _compat.evaluate(finished.closed, [*consts, *arrays])
 
 
 def _in_half(x: Any, half: np.dtype) -> Any:

@@ -629,3 +629,28 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     report = explain(mlp, "mixed_bfloat16")(*mlp_args())
     with pytest.raises(ImportError, match=r"pip install 'jmp_rewrite\[report\]'"):
         report.plot()
+
+
+def test_a_forward_function_leads_with_what_it_holds():
+    """Bytes of weights and caches, and what `for_inference` would store them in."""
+
+    def decode(params, cache, x):
+        cache = lax.dynamic_update_slice(cache, x @ params["w"], (3, 0))
+        return cache @ params["w"].T * params["scale"], cache
+
+    params = {"scale": jnp.ones((1, 64)), "w": jnp.ones((64, 64))}
+    args = params, jnp.zeros((32, 64)), jnp.ones((1, 64))
+    report = explain(decode, "mixed_bfloat16")(*args)
+    weights, caches = report.serving
+    assert (weights.before, weights.after) == (4 * 65 * 64, (4 + 2 * 64) * 64)
+    assert (caches.before, caches.after) == (4 * 32 * 64, 2 * 32 * 64)
+    first, second = document(report).facts[:2]
+    assert first == (
+        "weights",
+        "16.6 kB of float32; for_inference stores them in 8.45 kB",
+    )
+    assert second[0] == "caches"
+    step = jax.grad(lambda *a: decode(*a)[0].sum())
+    backward = explain(step, "mixed_bfloat16")(*args)
+    assert backward.serving is None and "for_inference" not in str(backward)
+    assert explain(decode, "float32")(*args).serving is None

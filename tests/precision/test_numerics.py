@@ -766,7 +766,10 @@ def test_integers_become_floats_in_float32(policy):
 
 
 def test_casts_before_differentiation():
-    """A weight's cast stays inside the loop, one a use; so its gradient is exact."""
+    """A weight's cast stays inside the loop, one a use; so its gradient is exact.
+
+    Of a loop that nobody differentiates it stands outside, once.
+    """
     w, x = weights((W, W), (4, W))
 
     def f(w, x):
@@ -774,8 +777,14 @@ def test_casts_before_differentiation():
             lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0]
         )
 
-    (scan,) = eqns(trace(mixed_precision(f, "mixed_bfloat16"), w, x), "scan")
-    assert (W, W) in [v.aval.shape for v in scan.invars if v.aval.dtype == "float32"]
+    decorated = mixed_precision(f, "mixed_bfloat16")
+    for loss in (decorated, jax.jit(decorated)):
+        loops = eqns(trace(jax.grad(loss), w, x), "scan")
+        summed = [v.aval for e in loops for v in e.outvars if v.aval.shape == (W, W)]
+        assert {str(a.dtype) for a in summed} == {"float32"}
+    (scan,) = eqns(trace(decorated, w, x), "scan")
+    read = [v.aval for v in scan.invars if v.aval.shape == (W, W)]
+    assert {str(a.dtype) for a in read} == {"bfloat16"}
     gradient = trace(mixed_precision(jax.grad(f), "mixed_bfloat16"), w, x)
     for scan in eqns(gradient, "scan"):  # a whole step casts it once, outside
         inside = eqns(scan.params["jaxpr"], "convert_element_type")
