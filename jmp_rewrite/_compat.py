@@ -374,6 +374,18 @@ def holds_whole_arrays(context: Any) -> bool:
     return is_for_one_device(context)
 
 
+def default_platform() -> str:
+    """Returns the platform that runs by default, by the name that lowering has for it.
+
+    `jax.default_backend()` calls both kinds of GPUs "gpu".
+    """
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    version = jax.devices()[0].client.platform_version
+    return "rocm" if "rocm" in version.lower() else "cuda"
+
+
 def lays_out(sharding: Any) -> bool:
     """Tells a sharding in an equation's parameters that says more than the mesh."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)

@@ -133,8 +133,9 @@ def _primitive() -> jex.Primitive:
     primitive.multiple_results = True
 
     def run(*xs: Any, branches: tuple[Branch, ...], results: int, **_: Any) -> Any:
+        platform = _compat.default_platform()
         for where, jaxpr in branches:
-            if jax.default_backend() in where.devices and not where.holds:
+            if platform in where.devices and not where.holds:
                 return _compat.evaluate(jaxpr, xs)
         return list(xs[:results])
 
