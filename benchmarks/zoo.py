@@ -133,7 +133,7 @@ def left_full(plan: Any) -> tuple[dict[str, float], dict[str, int]]:
             unknown[reason] += 1
         if plan.pins.categories[node.index] is not Category.ALLOW:
             continue
-        if plan.actions[node.index] & 1:
+        if plan.labels[node.index]:
             continue
         where = source_info_util.summarize(node.eqn.source_info)
         products[f"{node.name} at {_short(where)}: {reason}"] += (

@@ -11,7 +11,7 @@ from typing import Any
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
-from jmp_rewrite._precision.decide import Action, Plan
+from jmp_rewrite._precision.decide import Label, Plan
 
 # Bits that are collected over all readers.
 AS_HALF, AS_FULL = 1, 2
@@ -34,7 +34,7 @@ class Demand:
     def _any_touched(self, instance: Instance) -> bool:
         for entry in instance.nodes:
             nodes = [n for n in _as_tuple(entry) if n is not None]
-            if any(self._plan.actions[n] & Action.HALF for n in nodes):
+            if any(self._plan.labels[n] for n in nodes):
                 return True
         for inner in instance.inner.values():
             if any(map(self._is_half, inner.joints)):
@@ -44,7 +44,7 @@ class Demand:
         return False
 
     def _is_half(self, node: int | None) -> bool:
-        return node is not None and bool(self._plan.actions[node] & Action.HALF)
+        return node is not None and bool(self._plan.labels[node])
 
     def of(self, instance: Instance) -> list[int]:
         """Returns for each parameter of a body how it is read."""
@@ -75,8 +75,8 @@ class Demand:
         entry = instance.nodes[index]
         if isinstance(entry, tuple):
             return [AS_HALF if self._is_half(n) else AS_FULL for n in entry]
-        action = Action.FULL if entry is None else self._plan.actions[entry]
-        if not action & Action.HALF or action & Action.WIDE:
+        label = Label.FLOAT32 if entry is None else self._plan.labels[entry]
+        if label in (Label.FLOAT32, Label.ROUNDED):
             return [AS_FULL] * len(eqn.invars)
         literals = self._plan.graph.nodes[entry].literals
         return [  # a known number is emitted as a literal

@@ -20,7 +20,7 @@ from jmp_rewrite._emit.products import float32_result
 from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
 from jmp_rewrite._graph.scopes import FULL_PRECISION
 from jmp_rewrite._passes.by_device import TPU, Where, by_device
-from jmp_rewrite._precision.decide import Action, Plan
+from jmp_rewrite._precision.decide import Label, Plan
 from jmp_rewrite._rules.table import Category
 
 
@@ -129,38 +129,37 @@ class Emitter:
         entry = instance.nodes[index]
         if isinstance(entry, tuple):
             return self._lanes(eqn, entry, env)
-        action = Action.FULL if entry is None else self.plan.actions[entry]
+        label = Label.FLOAT32 if entry is None else self.plan.labels[entry]
         if index in instance.instead:
             operand, instead = instance.instead[index]
             env = {operand: env[instead]}
         if index in instance.partial:
             eqn, env = _of_partial(eqn, instance.partial[index], env)
-        if entry is None or not action & Action.HALF:
+        if entry is None or label is Label.FLOAT32:
             return self._as_it_was(eqn, env)
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
         if is_product and "preferred_element_type" in eqn.params:
-            return self._product(eqn, action, env)
-        if action & Action.WIDE:
-            return self._wide(eqn, action, env)
+            return self._product(eqn, label, env)
+        if label is Label.ROUNDED:
+            return self._wide(eqn, entry in self.plan.saturates, env)
         literals = self.plan.graph.nodes[entry].literals
-        return self._native(eqn, action, env, literals)
+        return self._native(eqn, env, literals)
 
     def _as_it_was(self, eqn: Any, env: dict[Any, Cell]) -> list[Cell]:
         values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
         return [Cell(x) for x in _compat.bind(eqn, values, eqn.params)]
 
-    def _product(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
+    def _product(self, eqn: Any, label: Label, env: dict[Any, Cell]) -> list[Cell]:
         """Emits a product of half operands, accumulated in float32."""
         values = self._half_operands(eqn, env, {})
-        dtype = FLOAT32 if action & Action.EMITS_FULL else self.plan.half
+        dtype = FLOAT32 if label is Label.WIDENED else self.plan.half
         params = dict(eqn.params, preferred_element_type=dtype)
-        if action & Action.EMITS_FULL and not self.plan.pins.whole_step:
+        if label is Label.WIDENED and not self.plan.pins.whole_step:
             return [Cell(float32_result(eqn, values, self.later))]
         return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
-    def _wide(self, eqn: Any, action: int, env: dict[Any, Cell]) -> list[Cell]:
+    def _wide(self, eqn: Any, saturates: bool, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
-        saturates = bool(action & Action.SATURATES)
         cells = []
         for cell in self._as_it_was(eqn, env):
             if cell.value.dtype == FLOAT32:
@@ -171,7 +170,7 @@ class Emitter:
         return cells
 
     def _native(
-        self, eqn: Any, action: int, env: dict[Any, Cell], literals: dict[int, Any]
+        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
     ) -> list[Cell]:
         """Emits on half operands, with half results."""
         values = self._half_operands(eqn, env, literals)
@@ -204,9 +203,7 @@ class Emitter:
     ) -> list[Cell]:
         """Emits an equation whose operands have a precision each."""
         cells = [cell_of(env, v) for v in eqn.invars]
-        halves = [
-            n is not None and bool(self.plan.actions[n] & Action.HALF) for n in entry
-        ]
+        halves = [n is not None and bool(self.plan.labels[n]) for n in entry]
         values = [
             self.read_half(c) if is_half else self.read_full(c, v.aval)
             for c, v, is_half in zip(cells, eqn.invars, halves, strict=True)
@@ -223,7 +220,7 @@ class Emitter:
         """Returns the dtype of a carry or a join; None where it is no float32."""
         if node is None:
             return None
-        is_half = self.plan.actions[node] & Action.HALF
+        is_half = self.plan.labels[node]
         return self.plan.half if is_half else FLOAT32
 
     def to_joint(self, cell: Cell, node: int | None, aval: Any) -> Any:
@@ -296,7 +293,7 @@ class Emitter:
     def _key(self, instance: Instance) -> int:
         """Two uses of a jaxpr with equal keys are emitted once."""
         if instance not in self._keys:
-            actions = tuple(
+            labels = tuple(
                 tuple(self._entry(n) for n in e)
                 if isinstance(e, tuple)
                 else self._entry(e)
@@ -310,13 +307,15 @@ class Emitter:
                 for i in instance.inner.values()
             )
             instead = tuple(instance.instead.items())
-            key = (id(instance.jaxpr), actions, inner, instead)
+            key = (id(instance.jaxpr), labels, inner, instead)
             # Numbers nest where tuples would be hashed to their full depth each time.
             self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]
 
-    def _entry(self, node: int | None) -> int:
-        return -1 if node is None else int(self.plan.actions[node])
+    def _entry(self, node: int | None) -> Any:
+        if node is None:
+            return None
+        return int(self.plan.labels[node]), node in self.plan.saturates
 
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:

@@ -30,7 +30,7 @@ from jmp_rewrite._graph import build
 from jmp_rewrite._graph.nodes import Graph, Node, elements
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._precision.cost import ONE_LINE
-from jmp_rewrite._precision.decide import Action, Plan
+from jmp_rewrite._precision.decide import Label, Plan
 from jmp_rewrite._precision.pins import Pins
 
 
@@ -100,13 +100,13 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
 
 def _changes(graph: Graph, plan: Plan) -> bool:
     """Whether a loop carries or stacks something in half, or need not cast it again."""
-    if any(plan.actions[n.index] for n in graph.nodes if n.name in _HELD_BY_LOOPS):
+    if any(plan.labels[n.index] for n in graph.nodes if n.name in _HELD_BY_LOOPS):
         return True
     inside = {n: loop for loop in graph.loops for n in loop.nodes}
     return any(
         source.node not in inside[index].nodes and source.slice_of < 0
         for index in inside
-        if plan.actions[index] & Action.HALF
+        if plan.labels[index]
         for source in graph.nodes[index].inputs
     )
 
@@ -116,18 +116,18 @@ def _plan(
 ) -> Plan:
     """Says what moves in half: what is stored, and what loops carry."""
     narrow = {argument(n) for n in stored}
-    actions = [Action.FULL] * len(graph.nodes)
+    labels = [Label.FLOAT32] * len(graph.nodes)
     for node in graph.nodes:
         index = node.index
         if is_cast(node, half) or _rounds(node, narrow):
-            actions[index] = Action.HALF
+            labels[index] = Label.HALF
         elif index not in unrounded and _is_half(node, half, narrow):
-            actions[index] = Action.HALF
+            labels[index] = Label.HALF
             narrow.add(index)
-    _close(graph, actions)
+    _close(graph, labels)
     size = len(graph.nodes)
     pins = Pins([None] * size, [None] * size, [-1] * size, set(), half)
-    return Plan(graph, pins, half, actions, True, _as_it_is(half))
+    return Plan(graph, pins, half, labels, True, _as_it_is(half))
 
 
 def _is_half(node: Node, half: np.dtype, narrow: set[int]) -> bool:
@@ -144,11 +144,11 @@ def _rounds(node: Node, narrow: set[int]) -> bool:
     return is_rounding and any(source_of(v) in narrow for v in node.inputs)
 
 
-def _close(graph: Graph, actions: list[int]) -> None:
+def _close(graph: Graph, labels: list[Label]) -> None:
     """What a loop carries has one dtype, before an iteration and after it."""
     for loop in graph.loops:
         for received, handed_on in loop.carries:
-            actions[handed_on] = actions[received]
+            labels[handed_on] = labels[received]
 
 
 def _as_it_is(half: np.dtype) -> Any:
@@ -158,7 +158,7 @@ def _as_it_is(half: np.dtype) -> Any:
         graph = build.build(closed)
         size = len(graph.nodes)
         pins = Pins([None] * size, [None] * size, [-1] * size, set(), half)
-        return Plan(graph, pins, half, [Action.FULL] * size, True, plan)
+        return Plan(graph, pins, half, [Label.FLOAT32] * size, True, plan)
 
     return plan
 
@@ -176,11 +176,11 @@ class _Emitter(Emitter):
     """Emits a program once more; what is rounded already is not rounded again."""
 
     def _native(
-        self, eqn: Any, action: int, env: dict[Any, Cell], literals: dict[int, Any]
+        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
     ) -> list[Cell]:
         if eqn.primitive.name == "rounding":
             return [Cell(x) for x in self._half_operands(eqn, env, literals)]
-        return super()._native(eqn, action, env, literals)
+        return super()._native(eqn, env, literals)
 
 
 def _emitted(

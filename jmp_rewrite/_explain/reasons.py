@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp_rewrite._graph.nodes import Graph, Node, elements
 from jmp_rewrite._precision.cost import FLOAT32_BYTES, HALF_BYTES
-from jmp_rewrite._precision.decide import Action, Plan
+from jmp_rewrite._precision.decide import Label, Plan
 from jmp_rewrite._rules.table import PRODUCTS, Category
 from jmp_rewrite._units import bytes_text
 
@@ -65,17 +65,17 @@ class Verdicts:
         """Returns what was decided for a node, and why."""
         category = self._plan.pins.categories[index]
         name = UNKNOWN if category is None else category.value
-        action = self._plan.actions[index]
-        if category is not Category.ALLOW and action & Action.WIDE:
+        label = self._plan.labels[index]
+        if category is not Category.ALLOW and label is Label.ROUNDED:
             return Verdict(name, f"full: {_rounded(self._graph.nodes[index])}")
-        if action & Action.HALF:
+        if label is not Label.FLOAT32:
             return Verdict(name, f"half: {self._why_half(index)}")
         if self._graph.nodes[index].place.rewritten:
             return Verdict(name, "an inner mixed_precision has decided")
         return Verdict(name, f"full: {self._why_full(index)}")
 
     def _why_half(self, index: int) -> str:
-        action = self._plan.actions[index]
+        label = self._plan.labels[index]
         node = self._graph.nodes[index]
         category = self._plan.pins.categories[index]
         is_reduced = index in self._plan.pins.reduced
@@ -83,7 +83,7 @@ class Verdicts:
             return _REDUCED
         if category is Category.ALLOW:
             what = _PRODUCTS.get(node.name, "a rule allows it")
-            if not action & Action.EMITS_FULL or node.name not in PRODUCTS:
+            if label is not Label.WIDENED or node.name not in PRODUCTS:
                 return f"{what}; {_REDUCED}" if is_reduced else what
             why = self._plan.pins.read_by.get(index, "").removeprefix("full: ")
             why += self._at(self._plan.pins.blame[index]) if why else ""
@@ -121,7 +121,7 @@ class Verdicts:
         return "it stays in registers, where half would save nothing"
 
     def _any_half(self, nodes: list[int]) -> bool:
-        return any(self._plan.actions[n] & Action.HALF for n in nodes)
+        return any(self._plan.labels[n] for n in nodes)
 
     @property
     def _graph(self) -> Graph:
@@ -153,7 +153,7 @@ def why_call(plan: Plan | None, name: str, carries: Sequence[int | None]) -> str
     why = f"{name} is rewritten inside"
     if plan is None or not nodes:
         return why
-    half = sum(bool(plan.actions[node] & Action.HALF) for node in nodes)
+    half = sum(bool(plan.labels[node]) for node in nodes)
     return f"{why}; {half} of {len(nodes)} carries are half"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,21 +27,20 @@ from jmp_rewrite._rules.attributes import COMPARES, PICKS
 from jmp_rewrite._rules.table import Category
 
 
-class Action:
-    """How a node is emitted: bits of plain integers, which are read for each equation.
+class Label(enum.IntEnum):
+    """How a node is emitted.
 
     Attributes:
-      HALF: its operands and its results are half. Without it they are float32.
-      WIDE: with HALF: it computes in float32, and its results are rounded once.
-      EMITS_FULL: with HALF: a product of half operands whose result is float32.
-      SATURATES: with WIDE: rounding never makes an infinity of a finite number.
+      FLOAT32: its operands and its results are float32.
+      HALF: they are half.
+      ROUNDED: it computes in float32, and its results are rounded once.
+      WIDENED: a product of half operands whose result is float32.
     """
 
-    FULL = 0
+    FLOAT32 = 0
     HALF = 1
-    WIDE = 2
-    EMITS_FULL = 4
-    SATURATES = 8
+    ROUNDED = 2
+    WIDENED = 3
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
@@ -78,7 +78,8 @@ class Plan:
       graph: the program.
       pins: what numerics said.
       half: the compute dtype.
-      actions: of each node.
+      labels: how each node is emitted.
+      saturates: the nodes of which rounding makes no infinities.
       shared: whether a value is cast once for all its readers. True for a whole step,
         which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
@@ -91,9 +92,10 @@ class Plan:
     graph: Graph
     pins: Pins
     half: np.dtype
-    actions: list[int]
+    labels: list[Label]
     shared: bool
     nested: Callable[[Any, Place], Plan]
+    saturates: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()
     region: Region | None = None
     is_differentiated: bool = False
@@ -101,7 +103,7 @@ class Plan:
     @property
     def rewrites(self) -> bool:
         """Whether anything is half at all."""
-        return any(a & Action.HALF for a in self.actions)
+        return any(self.labels)
 
 
 # Says of each node whether its result is half; products run on half operands anyway.
@@ -131,9 +133,7 @@ def propagation(graph: Graph, pins: Pins) -> list[bool]:
     for node in pins.forced:
         if seen.categories[node] is Category.ALLOW:
             labels[node] = True
-    wide = frozenset(
-        n.index for n in graph.nodes if _width(n, graph, pins) & Action.WIDE
-    )
+    wide = frozenset(n.index for n in graph.nodes if _is_wide(n, pins))
     returned = frozenset(v.node for v in graph.results)
     return _place.settle(seen, labels, pins.emits_full, wide, returned, pins.sinks)
 
@@ -163,8 +163,10 @@ def make_plan(
     _compare_alike(graph, labels)
     for node in pins.reduced:
         labels[node] = True
-    actions = [_action(n, graph, pins, half, labels) for n in graph.nodes]
-    plan = Plan(graph, pins, half, actions, pins.whole_step, nested)
+    made = [_label(n, graph, pins, labels) for n in graph.nodes]
+    plan = Plan(graph, pins, half, made, pins.whole_step, nested)
+    rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
+    plan.saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
     asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
     plan.asked = frozenset(asked)
     return plan
@@ -214,23 +216,20 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
         labels[index] &= all(v.node >= 0 and labels[v.node] for v in picked)
 
 
-def _action(
-    node: Node, graph: Graph, pins: Pins, half: np.dtype, labels: Sequence[bool]
-) -> int:
+def _label(node: Node, graph: Graph, pins: Pins, labels: Sequence[bool]) -> Label:
     """Returns how a node is emitted, given which results are half."""
     index = node.index
     category = pins.categories[index]
-    action = Action.FULL
     if reads_half(index, pins):
-        return action | Action.HALF | (0 if labels[index] else Action.EMITS_FULL)
+        return Label.HALF if labels[index] else Label.WIDENED
     if index in pins.reduced:
-        return action | Action.HALF
+        return Label.HALF
     sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
     if index in pins.sinks:
         exact = bool(sources) and all(sources) and moves_exactly(node, pins)
-        return action | (Action.HALF if exact else Action.FULL)
+        return Label.HALF if exact else Label.FLOAT32
     if not labels[index]:
-        return action
+        return Label.FLOAT32
     steps = node.name in table.SHARP  # `round`: not the same of a rounded operand
     size = elements(node.avals)
     # Not state, nor an exact value: a bias alone is rounded to be added, as by hand.
@@ -244,27 +243,33 @@ def _action(
             or (not pins.whole_step and pins.upstream[index] < 0 and in_half)
         )
     )
-    width = _width(node, graph, pins)
-    return action | Action.HALF | (width if native else width | Action.WIDE)
+    return Label.HALF if native and not _is_wide(node, pins) else Label.ROUNDED
 
 
-def _width(node: Node, graph: Graph, pins: Pins) -> int:
-    """Tells what computes in float32 although its result is rounded to half."""
-    if node.name in ("add", "sub"):
-        # A mask of -1e9 may come as data: a sum with it saturates. A bias does not,
-        # nor does a factor, where an infinity must stay visible.
-        ranks = [origins.argument_rank(v, pins.moved) for v in node.inputs]
-        if max(ranks, default=-1) > 1 and node.index not in pins.factors:
-            return Action.WIDE | Action.SATURATES
+def _saturates(node: Node, pins: Pins) -> bool:
+    """Whether rounding a result never makes an infinity of a finite number.
+
+    A mask of -1e9 may come as data: a sum with it saturates. A bias does not, nor does
+    a factor, where an infinity must stay visible.
+    """
+    if node.name not in ("add", "sub") or node.index in pins.factors:
+        return False
+    ranks = [origins.argument_rank(v, pins.moved) for v in node.inputs]
+    return max(ranks, default=-1) > 1
+
+
+def _is_wide(node: Node, pins: Pins) -> bool:
+    """Whether a node computes in float32 although its result is rounded to half."""
+    if _saturates(node, pins):
+        return True
     if (
         node.name in table.ACCUMULATES
         and pins.categories[node.index] is not Category.CLEAR
     ) or node.name in _TYPED:
-        return Action.WIDE
+        return True
     if node.name in _SPREADS and not pins.whole_step:
-        return Action.WIDE
-    if node.name not in (*_JOINTS, "stack_out") and any(
+        return True
+    # What reads a 0-d value: those are never half.
+    return node.name not in (*_JOINTS, "stack_out") and any(
         not v.aval.shape and v.constant is None for v in node.inputs
-    ):
-        return Action.WIDE  # it reads a 0-d value, and those are never half
-    return Action.FULL
+    )

@@ -154,7 +154,7 @@ def dangerous_is_full(jaxpr, policy):
 def products_are_half(plain, policy):
     plan = decide(plain, Policy(policy))
     for node in plan.graph.nodes:
-        if node.name in PRODUCTS and not plan.actions[node.index]:
+        if node.name in PRODUCTS and not plan.labels[node.index]:
             assert plan.pins.full[node.index]
 
 

@@ -148,7 +148,7 @@ def test_products_are_half(program, policy):
     assert len(half) >= program.products
     plan = decide(trace(fun, *args), Policy(policy))
     for node in plan.graph.nodes:
-        if node.name in PRODUCTS and not plan.actions[node.index]:
+        if node.name in PRODUCTS and not plan.labels[node.index]:
             assert plan.pins.full[node.index]
 
 
