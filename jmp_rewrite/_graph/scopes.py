@@ -26,7 +26,9 @@ REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
 # The casts around a half-precision function; the number of the call follows.
 HALF_PRECISION = "jmp_rewrite.half_precision:"
-_MARKS = "jmp_rewrite."  # what passes put in has one too
+# What a pass puts in; the name of the pass follows.
+PASS = "jmp_rewrite.pass:"
+_MARKS = (REWRITTEN, FULL_PRECISION, HALF_PRECISION, PASS)
 # Scopes that JAX itself adds around recomputed code; no user wrote them.
 _RECOMPUTATION = "rematted_computation"
 _RECOMPUTED = frozenset({"checkpoint", _RECOMPUTATION})

@@ -26,14 +26,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from jmp_rewrite._graph.scopes import FULL_PRECISION, PASS
+
 if TYPE_CHECKING:
     from jmp_rewrite._passes.edit import Editor
 
-# Name scopes: what a pass inserts, float32 that a user asked for, and a program that an
-# inner `mixed_precision` has finished.
-SCOPE = "jmp_rewrite.pass:"
-ASKED = "jmp_rewrite.full_precision"
-REWRITTEN = "jmp_rewrite.mixed_precision"
+# Name scopes: what a pass inserts, and float32 that a user asked for.
+SCOPE, ASKED = PASS, FULL_PRECISION
 
 # Primitives that round a result, and all that cast.
 ROUNDING = "rounding"

@@ -19,6 +19,7 @@ from programs import BY_NAME, mlp, mlp_args
 import jmp_rewrite as jmpr
 from jmp_rewrite import Policy, _devices, explain, mixed_precision
 from jmp_rewrite._explain import stored
+from jmp_rewrite._explain.document import document
 from jmp_rewrite._explain.summary import fold, largest_full, scopes
 from jmp_rewrite._explain.text import render
 from jmp_rewrite._units import bytes_text, flops_text
