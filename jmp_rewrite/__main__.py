@@ -20,10 +20,10 @@ import jmp_rewrite
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._passes import PASSES
 from jmp_rewrite._policy import Policy, check_device
-from jmp_rewrite._rules.table import Category, default_rules, reason
+from jmp_rewrite._rules import Category, default_rules, reason
 
 if TYPE_CHECKING:
-    from jmp_rewrite._demo.train import Course, Digits, Run
+    from jmp_rewrite._demo import Course, Digits, Run
 
 PROG = "python -m jmp_rewrite"
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")

@@ -18,7 +18,7 @@ from typing import Any
 from flax import nnx
 from jax import tree_util
 
-from jmp_rewrite._precision.parameters import ParameterPath, key_names
+from jmp_rewrite._precision import ParameterPath, key_names
 
 _TAG = "jmp_rewrite.mixed_precision"
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jmp_rewrite._devices import DeviceCheck, auto_compute_dtype, check_devices
-from jmp_rewrite._rules.table import Category, default_rules
+from jmp_rewrite._rules import Category, default_rules
 from jmp_rewrite._spelling import (
     DTYPES,
     CategoryName,

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jax.extend.core import Primitive
 
-from jmp_rewrite._rules.table import RULES, Category, dtype_name
+from jmp_rewrite._rules import RULES, Category, dtype_name
 
 PolicyName: TypeAlias = Literal[
     "auto",

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jmp_rewrite._loss_scaling.state import find_states
-from jmp_rewrite._loss_scaling.step import scale_loss
-from jmp_rewrite._loss_scaling.transformation import loss_scaling
+from jmp_rewrite._loss_scaling import find_states, loss_scaling, scale_loss
 from jmp_rewrite._policy import (
     Policy,
     PolicyLike,

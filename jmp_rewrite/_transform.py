@@ -30,21 +30,26 @@ from jmp_rewrite._arguments import (
     wraps,
 )
 from jmp_rewrite._devices import why_auto_is_float32
-from jmp_rewrite._emit import program
-from jmp_rewrite._emit.emit import Emitter
-from jmp_rewrite._emit.later import Later
-from jmp_rewrite._emit.store import store
-from jmp_rewrite._graph import build, nodes, region
-from jmp_rewrite._graph.equal import computed_once
-from jmp_rewrite._graph.half import has_half_precision
-from jmp_rewrite._graph.region import FLOAT32, Region
-from jmp_rewrite._graph.scopes import REWRITTEN, Place, matched, report_unused
+from jmp_rewrite._emit import Emitter, Later, program, store
+from jmp_rewrite._graph import (
+    FLOAT32,
+    REWRITTEN,
+    Place,
+    Region,
+    build,
+    computed_once,
+    has_half_precision,
+    matched,
+    nodes,
+    region,
+    report_unused,
+)
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import decide as _plan
+from jmp_rewrite._precision import is_whole_step
 from jmp_rewrite._precision import parameters as _parameters
 from jmp_rewrite._precision import pinning as _pin
-from jmp_rewrite._precision.whole_step import is_whole_step
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category
 from jmp_rewrite._source import user_level
 from jmp_rewrite._spelling import DTypeLike, PolicyName
 

@@ -85,6 +85,16 @@ def test_rooms_import_from_rooms_above(path):
         assert "_loss_scaling" not in imports(path)
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_are_entered_through_their_doors(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            package, _, rest = (node.module or "").partition(".")
+            room, _, inside = rest.partition(".")
+            if package == "jmp_rewrite" and inside and room != room_of(path):
+                pytest.fail(f"{node.module}: import it from {package}.{room}")
+
+
 def test_few_files_lie_beside_the_rooms():
     assert len(list(PACKAGE.glob("*.py"))) <= 15
 

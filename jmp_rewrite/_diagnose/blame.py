@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jmp_rewrite._diagnose.counts import UNKNOWN, Counts
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._rules import PRODUCTS
 from jmp_rewrite._source import Line
 
 # A quotient, a logarithm or a power of what vanished is wrong because of what vanished.

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.evaluate import last_uses
 from jmp_rewrite._diagnose.float32 import is_half
-from jmp_rewrite._graph.nodes import FLOAT32
-from jmp_rewrite._passes.program import CASTS, SCOPE
-from jmp_rewrite._rules.held import CALLS, held_jaxprs
+from jmp_rewrite._graph import FLOAT32
+from jmp_rewrite._passes import CASTS, SCOPE
+from jmp_rewrite._rules import CALLS, held_jaxprs
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _JAX = os.path.dirname(_compat.jax.__file__ or "") + os.sep

@@ -26,7 +26,7 @@ from jmp_rewrite._diagnose.states import (
     types_of,
     varying,
 )
-from jmp_rewrite._rules.held import CALLS
+from jmp_rewrite._rules import CALLS
 
 # Runs a branch: its number and its operands in, its results out.
 Branch = Callable[[int, Sequence[Pair]], list[Pair]]

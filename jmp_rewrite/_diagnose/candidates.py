@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jmp_rewrite._diagnose.blame import Finding
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category
 
 # Half equations that are looked at behind one that is to blame: those of a layer.
 _BEHIND = 8

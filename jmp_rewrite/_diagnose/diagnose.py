@@ -21,8 +21,8 @@ from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._diagnose.progress import stage
 from jmp_rewrite._diagnose.results import Reference, is_finite
-from jmp_rewrite._loss_scaling.state import find_states
-from jmp_rewrite._passes.by_device import resolve
+from jmp_rewrite._loss_scaling import find_states
+from jmp_rewrite._passes import resolve
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
 

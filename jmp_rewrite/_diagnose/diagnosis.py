@@ -20,7 +20,7 @@ from jmp_rewrite._diagnose.progress import stage
 from jmp_rewrite._diagnose.sentences import sentence
 from jmp_rewrite._diagnose.smallest import smallest
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._rules.table import RULES
+from jmp_rewrite._rules import RULES
 
 # A share of the gradients' values that is worth scaling the loss for.
 _UNDERFLOWS = 0.05

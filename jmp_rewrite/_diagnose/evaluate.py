@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from jmp_rewrite import _compat
-from jmp_rewrite._rules.held import CALLS
+from jmp_rewrite._rules import CALLS
 
 # These run in place; a `shard_map` needs its mesh.
 _IN_PLACE = frozenset(CALLS) - {"shard_map", "compute_on", "xla_metadata_call"}

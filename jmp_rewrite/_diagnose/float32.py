@@ -16,10 +16,8 @@ from jax.extend import core as jex
 
 from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.evaluate import undonated
-from jmp_rewrite._graph.nodes import FLOAT32
-from jmp_rewrite._rules import table
-from jmp_rewrite._rules.held import LANES
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._graph import FLOAT32
+from jmp_rewrite._rules import LANES, Category, table
 
 _HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 _KINDS = _HALVES | {FLOAT32}

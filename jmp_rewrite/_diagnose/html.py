@@ -16,7 +16,7 @@ from jmp_rewrite._diagnose.text import (
     summary,
     worst_lines,
 )
-from jmp_rewrite._explain.html import framed, style, tile
+from jmp_rewrite._explain import framed, style, tile
 
 _LINES = 30
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jmp_rewrite._diagnose.counts import WIDTH, joined
 from jmp_rewrite._diagnose.distance import BINS
-from jmp_rewrite._graph.scopes import Place
+from jmp_rewrite._graph import Place
 from jmp_rewrite._source import Caller
 
 

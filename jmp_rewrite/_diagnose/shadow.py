@@ -28,10 +28,9 @@ from jmp_rewrite._diagnose.float32 import (
 )
 from jmp_rewrite._diagnose.pair import ZERO, Pair, terms
 from jmp_rewrite._diagnose.rows import Frame, Row
-from jmp_rewrite._graph.scopes import TOP, Place, inner_place
-from jmp_rewrite._passes.program import CASTS
-from jmp_rewrite._rules.held import held_jaxprs
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._graph import TOP, Place, inner_place
+from jmp_rewrite._passes import CASTS
+from jmp_rewrite._rules import PRODUCTS, held_jaxprs
 from jmp_rewrite._source import Caller
 
 # What these return has the numbers of their operand, and so its error.

@@ -1,1 +1,21 @@
 """Makes the program with explicit casts."""
+
+from jmp_rewrite._emit import program
+from jmp_rewrite._emit.emit import Cell, Emitter
+from jmp_rewrite._emit.later import Later
+from jmp_rewrite._emit.rounded import argument, is_move, results_of, source_of
+from jmp_rewrite._emit.store import Storage, Stored, store
+
+__all__ = [
+    "Cell",
+    "Emitter",
+    "Later",
+    "Storage",
+    "Stored",
+    "argument",
+    "is_move",
+    "program",
+    "results_of",
+    "source_of",
+    "store",
+]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
-from jmp_rewrite._precision.decide import Label, Plan
+from jmp_rewrite._graph import FLOAT32, Inner, Instance
+from jmp_rewrite._precision import Label, Plan
 
 # Bits that are collected over all readers.
 AS_HALF, AS_FULL = 1, 2

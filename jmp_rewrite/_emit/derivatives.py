@@ -16,9 +16,7 @@ from jax.extend import core as jex
 
 from jmp_rewrite import _compat
 from jmp_rewrite._emit.emit import Cell, Emitter
-from jmp_rewrite._graph import region
-from jmp_rewrite._graph.nodes import Inner
-from jmp_rewrite._graph.scopes import Place
+from jmp_rewrite._graph import Inner, Place, region
 
 
 def custom_jvp(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:

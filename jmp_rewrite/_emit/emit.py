@@ -17,11 +17,10 @@ from jmp_rewrite._emit.casts import narrow, rounded, scalar
 from jmp_rewrite._emit.demand import AS_HALF, Demand
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._emit.products import float32_result
-from jmp_rewrite._graph.nodes import FLOAT32, Inner, Instance
-from jmp_rewrite._graph.scopes import FULL_PRECISION
-from jmp_rewrite._passes.by_device import TPU, Where, by_device
-from jmp_rewrite._precision.decide import Label, Plan
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._graph import FLOAT32, FULL_PRECISION, Inner, Instance
+from jmp_rewrite._passes import TPU, Where, by_device
+from jmp_rewrite._precision import Label, Plan
+from jmp_rewrite._rules import Category
 
 
 class Cell:

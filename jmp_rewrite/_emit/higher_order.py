@@ -16,8 +16,8 @@ from jmp_rewrite import _compat
 from jmp_rewrite._emit.demand import AS_FULL, AS_HALF
 from jmp_rewrite._emit.derivatives import custom_jvp, custom_vjp, custom_vmap
 from jmp_rewrite._emit.emit import Cell, Emitter, Handler
-from jmp_rewrite._graph.nodes import FLOAT32, Inner
-from jmp_rewrite._rules.held import CALLS
+from jmp_rewrite._graph import FLOAT32, Inner
+from jmp_rewrite._rules import CALLS
 
 # Calls that leave nothing behind but their equations.
 _INLINED = frozenset({"call", "closed_call", "core_call", "eval_jaxpr"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._precision import Plan
 
 
 class Later(NamedTuple):

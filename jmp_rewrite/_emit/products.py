@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jmp_rewrite import _compat
 from jmp_rewrite._emit.later import Later
-from jmp_rewrite._graph.nodes import FLOAT32
+from jmp_rewrite._graph import FLOAT32
 
 
 def float32_result(eqn: Any, operands: Sequence[Any], later: Later) -> Any:

@@ -10,7 +10,7 @@ from jmp_rewrite import _compat
 from jmp_rewrite._emit.emit import Cell, Emitter
 from jmp_rewrite._emit.higher_order import HANDLERS
 from jmp_rewrite._emit.later import Later
-from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._precision import Plan
 
 
 def emit(

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import FLOAT32, Graph, Node, Value, is_float32
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._graph import FLOAT32, Graph, Node, Value, is_float32
+from jmp_rewrite._rules import PRODUCTS
 
 # The elements of a result are elements of the float32 operands.
 _MOVES = frozenset(

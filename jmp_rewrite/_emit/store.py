@@ -26,12 +26,8 @@ from jmp_rewrite._emit.rounded import (
     is_move,
     source_of,
 )
-from jmp_rewrite._graph import build
-from jmp_rewrite._graph.nodes import Graph, Node, elements
-from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._precision.cost import ONE_LINE
-from jmp_rewrite._precision.decide import Label, Plan
-from jmp_rewrite._precision.pins import Pins
+from jmp_rewrite._graph import Graph, Node, Place, build, elements
+from jmp_rewrite._precision import ONE_LINE, Label, Pins, Plan
 
 
 class Storage(NamedTuple):

@@ -11,7 +11,7 @@ from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._explain import residuals
 from jmp_rewrite._explain.reasons import INTERNAL, NONE
 from jmp_rewrite._explain.rows import Equation
-from jmp_rewrite._loss_scaling.lineage import SCALED
+from jmp_rewrite._loss_scaling import SCALED
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._units import bytes_text, count_text, flops_text
 

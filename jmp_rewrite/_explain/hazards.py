@@ -11,8 +11,8 @@ from typing import Any
 
 import ml_dtypes
 
-from jmp_rewrite._graph.nodes import Graph, Loop, Node
-from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._graph import Graph, Loop, Node
+from jmp_rewrite._precision import Plan
 
 _COMPARISONS = frozenset({"ge", "gt", "le", "lt"})
 

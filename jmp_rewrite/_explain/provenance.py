@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp_rewrite import _compat, _passes, _transform
-from jmp_rewrite._emit.emit import Cell, Emitter
-from jmp_rewrite._graph.nodes import Instance
-from jmp_rewrite._graph.scopes import REWRITTEN
-from jmp_rewrite._precision.decide import Plan
-from jmp_rewrite._rules.held import held_parameters
+from jmp_rewrite._emit import Cell, Emitter
+from jmp_rewrite._graph import REWRITTEN, Instance
+from jmp_rewrite._precision import Plan
+from jmp_rewrite._rules import held_parameters
 
 _MARK = "jmp_rewrite.equation:"
 

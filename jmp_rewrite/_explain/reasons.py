@@ -12,10 +12,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Node, elements
-from jmp_rewrite._precision.cost import FLOAT32_BYTES, HALF_BYTES
-from jmp_rewrite._precision.decide import Label, Plan
-from jmp_rewrite._rules.table import PRODUCTS, Category
+from jmp_rewrite._graph import Graph, Node, elements
+from jmp_rewrite._precision import FLOAT32_BYTES, HALF_BYTES, Label, Plan
+from jmp_rewrite._rules import PRODUCTS, Category
 from jmp_rewrite._units import bytes_text
 
 # Categories beside those of the rules.

@@ -25,10 +25,9 @@ from jmp_rewrite._explain.rows import Equation
 from jmp_rewrite._explain.serving import Serving, serving
 from jmp_rewrite._explain.stored import stored
 from jmp_rewrite._explain.walk import Draft, walk
-from jmp_rewrite._graph.nodes import Graph, reached
+from jmp_rewrite._graph import Graph, reached
 from jmp_rewrite._policy import Policy, PolicyLike
-from jmp_rewrite._precision import parameters, pinning
-from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._precision import Plan, parameters, pinning
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._precision.cost import ENDS_KERNEL
-from jmp_rewrite._rules.attributes import COSTLY, VIEWS
-from jmp_rewrite._rules.held import CALLS, held_jaxprs
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._precision import ENDS_KERNEL
+from jmp_rewrite._rules import CALLS, COSTLY, PRODUCTS, VIEWS, held_jaxprs
 
 HALVES = frozenset({"bfloat16", "float16"})
 

@@ -18,9 +18,9 @@ from jmp_rewrite._explain.reasons import (
     Verdicts,
 )
 from jmp_rewrite._explain.walk import Draft
-from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._precision.decide import Plan
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._graph import Place
+from jmp_rewrite._precision import Plan
+from jmp_rewrite._rules import PRODUCTS
 from jmp_rewrite._source import Line
 
 

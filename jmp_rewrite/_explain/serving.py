@@ -7,12 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_rewrite import _compat, _transform
-from jmp_rewrite._emit.rounded import argument, is_move, results_of, source_of
-from jmp_rewrite._emit.store import Storage, store
-from jmp_rewrite._graph import build
-from jmp_rewrite._graph.nodes import Graph, elements, is_float32
-from jmp_rewrite._precision.cost import FLOAT32_BYTES, HALF_BYTES, ONE_LINE
-from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._emit import Storage, argument, is_move, results_of, source_of, store
+from jmp_rewrite._graph import Graph, build, elements, is_float32
+from jmp_rewrite._precision import FLOAT32_BYTES, HALF_BYTES, ONE_LINE, Plan
 
 
 class Held(NamedTuple):

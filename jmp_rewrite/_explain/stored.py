@@ -20,10 +20,8 @@ from typing import Any
 
 from jmp_rewrite import _compat
 from jmp_rewrite._explain.residuals import CASTS, HALVES, VIEWS, nbytes, operands
-from jmp_rewrite._precision.cost import ENDS_KERNEL
-from jmp_rewrite._rules.attributes import COSTLY
-from jmp_rewrite._rules.held import CALLS, held_jaxprs
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._precision import ENDS_KERNEL
+from jmp_rewrite._rules import CALLS, COSTLY, PRODUCTS, held_jaxprs
 
 # A body is followed at each of its uses, until there are so many values: functions that
 # call each other twice would take forever. Then calls are taken for loops.

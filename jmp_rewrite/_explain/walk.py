@@ -22,10 +22,9 @@ from jmp_rewrite._explain.reasons import (
     why_call,
 )
 from jmp_rewrite._explain.residuals import CASTS, HALVES
-from jmp_rewrite._graph.nodes import Graph, Inner, Instance
-from jmp_rewrite._graph.scopes import TOP, Place, inner_place
-from jmp_rewrite._precision.decide import Plan
-from jmp_rewrite._rules.held import held_jaxprs, held_parameters
+from jmp_rewrite._graph import TOP, Graph, Inner, Instance, Place, inner_place
+from jmp_rewrite._precision import Plan
+from jmp_rewrite._rules import held_jaxprs, held_parameters
 from jmp_rewrite._source import Caller, Line, Lines
 
 _UNLESS_DIFFERENTIATED = (

@@ -26,8 +26,7 @@ from jmp_rewrite._graph.nodes import (
     reads_float32,
 )
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
-from jmp_rewrite._rules.attributes import MOVES_NUMBER
-from jmp_rewrite._rules.held import LANES, LEFT_ALONE, held_jaxprs
+from jmp_rewrite._rules import LANES, LEFT_ALONE, MOVES_NUMBER, held_jaxprs
 
 # Larger constants are not searched for values that half precision cannot hold (they
 # are treated like arguments); 2**22 elements are 16 MiB.

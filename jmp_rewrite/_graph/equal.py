@@ -24,8 +24,7 @@ from jax.extend import core as jex
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.build import shared_jaxprs
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
-from jmp_rewrite._rules.held import LEFT_ALONE, held_jaxprs, held_parameters
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._rules import LEFT_ALONE, PRODUCTS, held_jaxprs, held_parameters
 
 # Calls that are looked into.
 _TRANSPARENT = frozenset(

@@ -13,7 +13,7 @@ from typing import Any
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.nodes import Inner, Loop, Value, is_float32
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._rules.held import CALLS
+from jmp_rewrite._rules import CALLS
 
 Builder = Any  # the one of `_graph/build.py`, which imports this module
 Values = list[Value | None]

@@ -23,8 +23,7 @@ from jmp_rewrite._graph.nodes import (
     is_literal,
 )
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._rules.held import LEFT_ALONE, held_parameters
-from jmp_rewrite._rules.table import RULES, opaque_reason
+from jmp_rewrite._rules import LEFT_ALONE, RULES, held_parameters, opaque_reason
 
 # Behind these a kernel's result is still one, and an operand is still a cast value.
 _MOVES = frozenset(

@@ -25,9 +25,8 @@ from jmp_rewrite._arguments import (
     user_result,
     wraps,
 )
-from jmp_rewrite._emit.store import Storage, Stored, store
-from jmp_rewrite._graph.nodes import FLOAT32, is_float32, is_half
-from jmp_rewrite._graph.scopes import REWRITTEN
+from jmp_rewrite._emit import Storage, Stored, store
+from jmp_rewrite._graph import FLOAT32, REWRITTEN, is_float32, is_half
 from jmp_rewrite._inference import report as _report
 from jmp_rewrite._inference.places import (
     STATE,
@@ -38,7 +37,7 @@ from jmp_rewrite._inference.places import (
     result_leaves,
 )
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
-from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._precision import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")

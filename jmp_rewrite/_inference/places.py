@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jax import tree_util
 
 from jmp_rewrite._arguments import name_of
-from jmp_rewrite._precision.parameters import key_names
+from jmp_rewrite._precision import key_names
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,

@@ -19,7 +19,7 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._loss_scaling.lineage import is_backward
-from jmp_rewrite._rules.held import CALLS
+from jmp_rewrite._rules import CALLS
 
 # A number, or one of the four words below.
 Degree: TypeAlias = Fraction | str

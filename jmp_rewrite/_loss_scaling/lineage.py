@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._rules.held import held_jaxprs
+from jmp_rewrite._rules import held_jaxprs
 
 # The name scope of the multiplication by the loss scale; reports find it as well.
 SCALED = "jmp_rewrite.scale_loss"

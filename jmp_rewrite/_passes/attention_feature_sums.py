@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import elements
+from jmp_rewrite._graph import elements
 from jmp_rewrite._passes.by_device import TPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, is_float32, is_half_product

@@ -17,7 +17,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jmp_rewrite import _compat
-from jmp_rewrite._rules.held import held_parameters
+from jmp_rewrite._rules import held_parameters
 
 # As `_compat.is_for` tells devices: platforms, and generations of TPUs.
 CPU, GPU, TPU = "cpu", "cuda", "tpu"

@@ -16,10 +16,10 @@ import jax
 from jax.extend import core as jex
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.scopes import REWRITTEN
+from jmp_rewrite._graph import REWRITTEN
 from jmp_rewrite._passes.by_device import Where, by_device
 from jmp_rewrite._passes.program import ASKED, ROUNDING, SCOPE, Program
-from jmp_rewrite._rules.held import held_jaxprs, held_parameters
+from jmp_rewrite._rules import held_jaxprs, held_parameters
 
 _RECOMPUTATION = "rematted_computation"
 

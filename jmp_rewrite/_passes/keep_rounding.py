@@ -11,7 +11,7 @@ from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import feeding, is_widening
 from jmp_rewrite._passes.program import ROUNDING
-from jmp_rewrite._rules.attributes import EXACT
+from jmp_rewrite._rules import EXACT
 
 
 def keep_rounding(editor: Editor) -> None:

@@ -24,7 +24,7 @@ from jmp_rewrite._passes.match import (
     uses,
 )
 from jmp_rewrite._passes.program import CASTS
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._rules import PRODUCTS
 
 # A part of a cotangent waits if its reader has to wait for so many products more.
 _PRODUCTS = 2

@@ -10,9 +10,7 @@ import numpy as np
 from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import BY_DEVICE
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._rules.attributes import MOVES_NUMBER
-from jmp_rewrite._rules.held import CALLS, LEFT_ALONE
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._rules import CALLS, LEFT_ALONE, MOVES_NUMBER, PRODUCTS
 
 FLOAT32 = np.dtype(np.float32)
 _FLOATS = frozenset({"bfloat16", "float16", "float32"})

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jmp_rewrite._graph.scopes import FULL_PRECISION, PASS
+from jmp_rewrite._graph import FULL_PRECISION, PASS
 
 if TYPE_CHECKING:
     from jmp_rewrite._passes.edit import Editor

@@ -14,8 +14,7 @@ from jmp_rewrite._passes.match import (
     uses,
 )
 from jmp_rewrite._passes.program import ROUNDING
-from jmp_rewrite._rules.attributes import COMPARES, COSTLY, PICKS
-from jmp_rewrite._rules.held import LANES
+from jmp_rewrite._rules import COMPARES, COSTLY, LANES, PICKS
 
 
 def read_before_rounding(editor: Editor) -> None:

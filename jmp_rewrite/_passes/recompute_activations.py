@@ -19,8 +19,7 @@ from jmp_rewrite._passes.by_device import BY_DEVICE, GPU, TPU_V5E, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import FLOAT32, depends_on_inputs, is_float, uses
 from jmp_rewrite._passes.program import CASTS, ROUNDING
-from jmp_rewrite._rules.attributes import EXACT
-from jmp_rewrite._rules.held import LANES
+from jmp_rewrite._rules import EXACT, LANES
 
 # What is computed again, and where. Other TPUs multiply faster than a v5e, but do not
 # compute `erf` faster; and XLA:TPU computes `tanh` twice by itself.

@@ -11,7 +11,7 @@ from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import FLOAT32, feeding, is_float32, is_half_product
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._rules import PRODUCTS
 
 
 def round_last_gradients(editor: Editor) -> None:

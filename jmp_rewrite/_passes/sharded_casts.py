@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import given, is_call, made_inside
 from jmp_rewrite._passes.program import CASTS
-from jmp_rewrite._rules.attributes import EXACT
+from jmp_rewrite._rules import EXACT
 
 
 def sharded_casts(editor: Editor) -> None:

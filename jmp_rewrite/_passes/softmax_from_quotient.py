@@ -19,7 +19,7 @@ from jmp_rewrite._passes.match import (
 from jmp_rewrite._passes.program import CASTS
 from jmp_rewrite._passes.read_before_rounding import is_read_widened
 from jmp_rewrite._passes.recompute_activations import half_of, late_reads, origin_of
-from jmp_rewrite._rules.attributes import EXACT
+from jmp_rewrite._rules import EXACT
 
 
 def softmax_from_quotient(editor: Editor) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import elements
+from jmp_rewrite._graph import elements
 from jmp_rewrite._passes.behind import put_behind
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, is_float32, is_half_product, is_widening

@@ -1,1 +1,24 @@
 """Decides which values are float32, which are half, and where one is rounded."""
+
+from jmp_rewrite._precision import decide, parameters, pinning
+from jmp_rewrite._precision.cost import ENDS_KERNEL, FLOAT32_BYTES, HALF_BYTES, ONE_LINE
+from jmp_rewrite._precision.decide import Label, Plan
+from jmp_rewrite._precision.parameters import ParameterPath, key_names
+from jmp_rewrite._precision.pins import Pins
+from jmp_rewrite._precision.whole_step import is_whole_step
+
+__all__ = [
+    "ENDS_KERNEL",
+    "FLOAT32_BYTES",
+    "HALF_BYTES",
+    "Label",
+    "ONE_LINE",
+    "ParameterPath",
+    "Pins",
+    "Plan",
+    "decide",
+    "is_whole_step",
+    "key_names",
+    "parameters",
+    "pinning",
+]

@@ -28,13 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Node, elements
+from jmp_rewrite._graph import Graph, Node, elements
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
-from jmp_rewrite._rules.attributes import COSTLY
-from jmp_rewrite._rules.table import SHARP, Category
+from jmp_rewrite._rules import COSTLY, SHARP, Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8

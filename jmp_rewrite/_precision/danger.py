@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Value
+from jmp_rewrite._graph import Graph, Value
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.local import is_scalar
 from jmp_rewrite._precision.pins import Pins
-from jmp_rewrite._rules import table
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Node, elements
-from jmp_rewrite._graph.region import Region
-from jmp_rewrite._graph.scopes import Place
+from jmp_rewrite._graph import Graph, Node, Place, Region, elements
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import (
@@ -22,9 +20,7 @@ from jmp_rewrite._precision.cost import (
 )
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
-from jmp_rewrite._rules import table
-from jmp_rewrite._rules.attributes import COMPARES, PICKS
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import COMPARES, PICKS, Category, table
 
 
 class Label(enum.IntEnum):

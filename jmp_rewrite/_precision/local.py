@@ -15,11 +15,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._graph.nodes import KERNEL_OPERAND, KERNEL_RESULT, Node
+from jmp_rewrite._graph import KERNEL_OPERAND, KERNEL_RESULT, Node
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.products import request
-from jmp_rewrite._rules import table
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
 

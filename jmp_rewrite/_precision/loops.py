@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jmp_rewrite._graph.nodes import Graph, Loop, Node, Value
+from jmp_rewrite._graph import Graph, Loop, Node, Value
 from jmp_rewrite._precision.origins import leads_to_product, made_by_products
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category
 
 
 def residual_streams(

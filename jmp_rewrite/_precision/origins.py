@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Node, Value, elements, reached
-from jmp_rewrite._rules.table import DECOMPOSITIONS, Category
+from jmp_rewrite._graph import Graph, Node, Value, elements, reached
+from jmp_rewrite._rules import DECOMPOSITIONS, Category
 
 # The elements of a result are elements of the operands, each used once.
 MOVES = frozenset(

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from jax import tree_util
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import Graph, Node, Value, is_float32
+from jmp_rewrite._graph import Graph, Node, Value, is_float32
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._rules.table import PRODUCTS
+from jmp_rewrite._rules import PRODUCTS
 
 # What joins values of several origins: one that comes from the parameter is enough.
 _JOINTS = frozenset({"carry_in", "join"})

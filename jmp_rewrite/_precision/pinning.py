@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from jmp_rewrite._graph.nodes import Graph, Node, Opaque, reads_float32
+from jmp_rewrite._graph import Graph, Node, Opaque, reads_float32
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision import (
     danger,
@@ -36,8 +36,7 @@ from jmp_rewrite._precision.pins import (
 )
 from jmp_rewrite._precision.products import exact_products
 from jmp_rewrite._precision.readers import offsets, read_sharply, summed_gradients
-from jmp_rewrite._rules import table
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 import numpy as np
 from jax.extend import source_info_util
 
-from jmp_rewrite._graph.nodes import Graph
+from jmp_rewrite._graph import Graph
 from jmp_rewrite._precision.local import FULL_PRECISION, SCOPE
 from jmp_rewrite._precision.placement import BareGraph
-from jmp_rewrite._rules import table
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category, table
 
 STATE = "full: state: updated in its own shape"
 NO_PRODUCT = "full: no matrix product depends on it (optimizer, metrics, outputs)"

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category
 
 
 class BareGraph(NamedTuple):

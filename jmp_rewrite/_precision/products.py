@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jmp_rewrite._graph.nodes import Graph, Node, elements, reached
+from jmp_rewrite._graph import Graph, Node, elements, reached
 from jmp_rewrite._precision.origins import (
     is_backward,
     is_indicator,
     leads_to_product,
 )
-from jmp_rewrite._rules.table import PRODUCTS, Category
+from jmp_rewrite._rules import PRODUCTS, Category
 
 # A multiplication that adds up no more than this many terms is arithmetic, unless its
 # operands are so large beside its result that half ones save bytes.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jmp_rewrite._graph.nodes import Graph, Node, Value, elements
+from jmp_rewrite._graph import Graph, Node, Value, elements
 from jmp_rewrite._precision.origins import MOVES, is_backward, leads_to_product
-from jmp_rewrite._rules.table import PRODUCTS, SHARP
+from jmp_rewrite._rules import PRODUCTS, SHARP
 
 # A sum with an exact value still holds it behind these.
 _KEEPS_OFFSET = MOVES | {

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jmp_rewrite._graph.nodes import Graph, Node, reached
+from jmp_rewrite._graph import Graph, Node, reached
 from jmp_rewrite._precision.origins import is_backward
-from jmp_rewrite._rules import table
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category, table
 
 _SUMS_OVER_DEVICES = frozenset(
     {

@@ -23,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_rewrite._graph.nodes import Graph, Loop, Node, Value, elements, reached
+from jmp_rewrite._graph import Graph, Loop, Node, Value, elements, reached
 from jmp_rewrite._precision.origins import MOVES, is_backward, root_of
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._rules import Category
 
 # Arithmetic that makes a new value of an old one and an update.
 _UPDATES = frozenset({"add", "add_any", "div", "mul", "scatter-add", "sub"})

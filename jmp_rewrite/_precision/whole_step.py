@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jmp_rewrite._graph.nodes import Graph, reached
-from jmp_rewrite._rules.table import Category
+from jmp_rewrite._graph import Graph, reached
+from jmp_rewrite._rules import Category
 
 
 def is_whole_step(graph: Graph) -> bool:
