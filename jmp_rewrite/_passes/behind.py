@@ -56,7 +56,7 @@ class _Behind:
     def _outer_carries(self) -> dict[Any, Any]:
         consts, carries = _compat.scan_split(self._scan.params)
         invars = self._inner.invars[consts : consts + carries]
-        return {v: self._outer[v] for v in invars}
+        return {invars[k]: self._outer[invars[k]] for k in self._sums.carries}
 
     def _loop(self, gone: set[int]) -> list[Any]:
         """Emits the scan that is left; returns its results."""
