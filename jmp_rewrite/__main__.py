@@ -256,14 +256,15 @@ def _passes(argv: Sequence[str]) -> None:
     """Prints the passes, in their order."""
     _Parser(
         prog=f"{PROG} passes",
-        description="Prints the passes: what each is for, on which devices, and what "
-        "may change there.",
+        description="Prints the passes: what each is for, on which devices, what may "
+        "change there, and the measured gain.",
     ).parse_args(argv)
     width = max(len(p.name) for p in PASSES)
     for own in PASSES:
         devices = ", ".join(own.devices)
         print(f"{own.name:{width}}  {devices}; changes {own.changes}")
         print(f"{'':{width}}  {own.reason}.")
+        print(f"{'':{width}}  Gain: {own.gain}.")
 
 
 def _seconds(text: str) -> float:

@@ -17,6 +17,7 @@ import jmp_rewrite
 from jmp_rewrite import _devices
 from jmp_rewrite.__main__ import main
 from jmp_rewrite._demo import report, train
+from jmp_rewrite._passes import PASSES
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._rules.table import default_rules
 
@@ -269,3 +270,11 @@ def test_a_reader_that_leaves_is_no_error(run_python):
         "-c", f"{closed}; from jmp_rewrite.__main__ import main; main(['rules'])"
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_passes_say_what_they_gain(capsys):
+    main(["passes"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for own in PASSES:
+        assert own.gain
+        assert f"{own.reason}. Gain: {own.gain}." in printed

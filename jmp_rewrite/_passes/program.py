@@ -91,3 +91,9 @@ class Pass(NamedTuple):
         """Its first sentence."""
         text = " ".join((self.run.__doc__ or "").split())
         return text.partition(". ")[0].rstrip(".")
+
+    @property
+    def gain(self) -> str:
+        """What was measured, the last paragraph of its docstring."""
+        text = " ".join((self.run.__doc__ or "").split())
+        return text.partition("Gain: ")[2].rstrip(".")

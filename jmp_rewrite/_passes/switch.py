@@ -111,7 +111,7 @@ def _names(spec: str, source: str) -> tuple[str, ...]:
 def _check(name: str, known: tuple[str, ...], source: str) -> None:
     if name in known:
         return
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, ("all", "none", *known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(
         f'{source} expected "all", "none" or names of passes '

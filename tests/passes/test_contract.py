@@ -233,6 +233,7 @@ def test_the_switch_takes_part_in_the_cache_key():
     ("passes", "device", "message"),
     [
         ("keep_roundings", None, "did you mean 'keep_rounding'"),
+        ("nonee", None, "did you mean 'none'"),
         ("keep_rounding,-live_ranges", None, "got both"),
         ("", None, "expected"),
         ("all", "TPU v5", "expected one of the devices .* did you mean 'TPU v5"),
