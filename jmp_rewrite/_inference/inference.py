@@ -60,8 +60,8 @@ def for_inference(
 
     Args:
       fun: a forward function, decorated by `mixed_precision` or not.
-      policy: a `Policy`, a string or a dtype; None for that of a decorated `fun`, else
-        for the default policy.
+      policy: a `Policy`, a string or a dtype; None for the default policy. That of a
+        decorated `fun` decides inside it, as wherever two policies nest.
       weights: the number of the argument that holds the weights, or several. Trees of
         arrays; other leaves pass through.
       state: number of an argument -> number of the result that takes its place in the
@@ -135,7 +135,8 @@ class Inference(Generic[P, R]):
     def __init__(self, fun: Any, policy: PolicyLike, weights: Any, state: Any) -> None:
         plain, own = _transform.undecorated(fun)
         self._fun = plain
-        self._policy = own if policy is None else as_policy(policy)
+        given = None if policy is None else as_policy(policy)
+        self._policy = given if own is None else own  # an inner policy decides inside
         self._numbers = Numbers.of(plain, weights, state)
         wraps(plain, self)  # type: ignore[arg-type]
 

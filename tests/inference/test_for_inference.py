@@ -181,8 +181,11 @@ def test_a_decorated_function_keeps_its_policy():
     fun = jax.jit(mixed_precision(apply, "mixed_float16"))
     params, _ = for_inference(fun).store(params_of(), inputs(width=32))
     assert params["up"].dtype == jnp.float16
-    params, _ = for_inference(fun, BF16).store(params_of(), inputs(width=32))
-    assert params["up"].dtype == jnp.bfloat16
+    # As where two policies nest: the inner one decides inside itself.
+    stored = for_inference(fun, BF16).store(params_of(), inputs(width=32))
+    assert stored[0]["up"].dtype == jnp.float16
+    nested = jax.jit(mixed_precision(fun, BF16))(params_of(), inputs(width=32))
+    same_bits(jax.jit(for_inference(fun, BF16))(*stored), nested)
 
 
 def test_under_float32_nothing_changes():
