@@ -143,6 +143,8 @@ def test_no_value_is_kept_in_two_dtypes(kind):
                 continue
             if made[source].primitive.name in ("jit", "gather", "broadcast_in_dim"):
                 continue  # an argument's values: a row of the embedding table
+            if "pass:recompute_stacks" in str(made[source].source_info.name_stack):
+                continue  # made again of a stacked value, and kept in neither
             if str(target) == HALF["mixed_bfloat16"]:
                 rounded += 1
                 others = [e for e in readers[source] if e is not eqn]
