@@ -15,40 +15,15 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite._graph import FLOAT32, Graph, Node, Value, is_float32
-from jmp_rewrite._rules import PRODUCTS
+from jmp_rewrite._rules import COPIES, PRODUCTS
 
 # The elements of a result are elements of the float32 operands.
-_MOVES = frozenset(
-    {
-        "all_gather",
-        "all_to_all",
-        "broadcast_in_dim",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "expand_dims",
-        "gather",
-        "name",
-        "optimization_barrier",
-        "pad",
-        "ppermute",
-        "pvary",
-        "reshape",
-        "reshard",
-        "rev",
-        "scatter",
-        "select_n",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
+_MOVES = COPIES | {
+    "convert_element_type",
+    "dynamic_update_slice",
+    "scatter",
+    "select_n",
+}
 _JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
 # A value is told by its node; an argument and a result of the program are nodes, too.
 RETURNED = None

@@ -23,37 +23,10 @@ from jmp_rewrite._graph.nodes import (
     is_literal,
 )
 from jmp_rewrite._graph.scopes import Place
-from jmp_rewrite._rules import LEFT_ALONE, RULES, held_parameters, opaque_reason
+from jmp_rewrite._rules import COPIES, LEFT_ALONE, RULES, held_parameters, opaque_reason
 
 # Behind these a kernel's result is still one, and an operand is still a cast value.
-_MOVES = frozenset(
-    {
-        "all_gather",
-        "all_to_all",
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "copy_p",
-        "device_put",
-        "dynamic_slice",
-        "expand_dims",
-        "gather",
-        "name",
-        "optimization_barrier",
-        "pad",
-        "ppermute",
-        "pvary",
-        "reshape",
-        "reshard",
-        "rev",
-        "sharding_constraint",
-        "slice",
-        "split",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
+_MOVES = COPIES
 # The transposes of what moves an operand: they add up a kernel's cotangents.
 _ADDS_COTANGENTS = frozenset({"add_any", "reduce_sum"})
 

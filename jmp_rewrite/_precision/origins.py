@@ -12,36 +12,19 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from jmp_rewrite import _rules
 from jmp_rewrite._graph import Graph, Node, Value, elements, reached
 from jmp_rewrite._rules import DECOMPOSITIONS, Category
 
 # The elements of a result are elements of the operands, each used once.
-MOVES = frozenset(
-    {
-        "carry_in",
-        "carry_out",
-        "concatenate",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "device_put",
-        "expand_dims",
-        "join",
-        "name",
-        "optimization_barrier",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "reshard",
-        "rev",
-        "sharding_constraint",
-        "split",
-        "squeeze",
-        "stack_out",
-        "stop_gradient",
-        "transpose",
-    }
-)
+MOVES = _rules.MOVES | {
+    "carry_in",
+    "carry_out",
+    "convert_element_type",
+    "join",
+    "reduce_precision",
+    "stack_out",
+}
 
 
 # A reduction by less than this is no statistic, but a large value itself.

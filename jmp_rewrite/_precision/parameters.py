@@ -18,29 +18,12 @@ from jax import tree_util
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, Node, Value, is_float32
 from jmp_rewrite._policy import Policy
+from jmp_rewrite._precision.origins import MOVES
 from jmp_rewrite._rules import PRODUCTS
 
 # What joins values of several origins: one that comes from the parameter is enough.
 _JOINTS = frozenset({"carry_in", "join"})
-_MOVES = frozenset(
-    {
-        "carry_out",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "name",
-        "optimization_barrier",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "reshard",
-        "sharding_constraint",
-        "squeeze",
-        "stack_out",
-        "transpose",
-    }
-)
+_MOVES = MOVES - {"carry_in", "concatenate", "join", "split"}
 # Fields of a NamedTuple that is somebody's whole train state, parameters included.
 _TRAIN_STATE = frozenset({"model", "opt_state", "params"})
 

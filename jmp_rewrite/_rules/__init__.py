@@ -3,8 +3,10 @@
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.attributes import (
     COMPARES,
+    COPIES,
     COSTLY,
     EXACT,
+    MOVES,
     MOVES_NUMBER,
     PICKS,
     VIEWS,
@@ -31,6 +33,8 @@ from jmp_rewrite._rules.table import (
 __all__ = [
     "CALLS",
     "COMPARES",
+    "COPIES",
+    "MOVES",
     "COSTLY",
     "Category",
     "DECOMPOSITIONS",

@@ -82,5 +82,39 @@ VIEWS = frozenset(
     }
 )
 
+# Each element of the operands is one of the results: nothing is computed or left out.
+MOVES = frozenset(
+    {
+        "concatenate",
+        "copy",
+        "copy_p",
+        "device_put",
+        "expand_dims",
+        "name",
+        "optimization_barrier",
+        "pvary",
+        "reshape",
+        "reshard",
+        "rev",
+        "sharding_constraint",
+        "split",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
+)
+
+# Each element of a result is one of the operands: some may be left out or repeated.
+COPIES = MOVES | {
+    "all_gather",
+    "all_to_all",
+    "broadcast_in_dim",
+    "dynamic_slice",
+    "gather",
+    "pad",
+    "ppermute",
+    "slice",
+}
+
 # Of an operand whose elements are all one number, results of these are that number.
 MOVES_NUMBER = (VIEWS - {"name", "pvary"}) | {"convert_element_type", "transpose"}
