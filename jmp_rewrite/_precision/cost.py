@@ -30,7 +30,7 @@ import numpy as np
 
 from jmp_rewrite._graph import Graph, Node, elements
 from jmp_rewrite._precision import origins
-from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read
+from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules import COSTLY, SHARP, Category
@@ -92,7 +92,13 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     """Returns what it costs to store each value of a program in half or in float32."""
     stored = _stored(graph, pins)
     returned = frozenset(v.node for v in graph.results)
-    factors = _read_alone(graph, pins, _weighed(graph, pins))
+    weighed = _weighed(graph, pins)
+    # What products and weighed cotangents read, or what moves it there, alone.
+    factors = read_alone(
+        graph,
+        lambda n: reads_half(n, pins) or n in weighed,
+        lambda n: moves_exactly(graph.nodes[n], pins),
+    )
     activations = _activations(graph, pins)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
@@ -181,24 +187,6 @@ def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) 
 def reads_half(node: int, pins: Pins) -> bool:
     """Tells a product of half operands."""
     return pins.categories[node] is Category.ALLOW and pins.full[node] is None
-
-
-def _read_alone(graph: Graph, pins: Pins, others: set[int]) -> set[int]:
-    """Returns what products and `others` read, or what moves it there, alone."""
-    consumers = graph.consumers()
-    returned = {v.node for v in graph.results}
-    found: set[int] = set()
-    for node in reversed(graph.nodes):
-        readers = consumers[node.index]
-        if readers and node.index not in returned:
-            if all(
-                reads_half(r, pins)
-                or r in others
-                or (r in found and moves_exactly(graph.nodes[r], pins))
-                for r in readers
-            ):
-                found.add(node.index)
-    return found
 
 
 def _weighed(graph: Graph, pins: Pins) -> set[int]:

@@ -222,3 +222,24 @@ def statistics(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
         if is_statistic:
             found.add(node.index)
     return found
+
+
+def read_alone(
+    graph: Graph, reads: Callable[[int], bool], moves: Callable[[int], bool]
+) -> set[int]:
+    """Returns the nodes that readers of a kind alone read, or what moves them there.
+
+    Args:
+      graph: the program.
+      reads: whether a node is such a reader.
+      moves: whether a node hands on what it reads.
+    """
+    consumers = graph.consumers()
+    returned = {v.node for v in graph.results}
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        readers = consumers[node.index]
+        if readers and node.index not in returned:
+            if all(reads(r) or (r in found and moves(r)) for r in readers):
+                found.add(node.index)
+    return found

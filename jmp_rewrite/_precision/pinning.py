@@ -163,7 +163,12 @@ def _pin_the_rest(
 ) -> None:
     """Pins exact values, and what leads to no matrix multiplication."""
     recurrent = loops.recurrent_activations(graph, pins.categories, graph.consumers())
-    alone = _read_by_products_alone(graph, pins, products)
+    # Operands of matrix multiplications are rounded in any case.
+    alone = origins.read_alone(
+        graph,
+        products.__contains__,
+        lambda n: pins.categories[n] is CLEAR and n not in pins.lossy,
+    )
     small = statistics(graph, pins.categories)
     sinks = set()
     for node in graph.nodes:
@@ -199,26 +204,6 @@ def _factors(graph: Graph, pins: Pins, products: set[int]) -> frozenset[int]:
     reads = graph.predecessors()
     moved = leads_to_product(products, reads, stops)
     return frozenset(s for n in (*products, *moved) for s in reads[n])
-
-
-def _read_by_products_alone(graph: Graph, pins: Pins, products: set[int]) -> set[int]:
-    """Returns the nodes that matrix multiplications alone read, or moves to them.
-
-    Their operands are rounded in any case.
-    """
-    consumers = graph.consumers()
-    returned = {v.node for v in graph.results}
-    found: set[int] = set()
-    for node in reversed(graph.nodes):
-        readers = consumers[node.index]
-        if readers and node.index not in returned:
-            if all(
-                r in products
-                or (r in found and pins.categories[r] is CLEAR and r not in pins.lossy)
-                for r in readers
-            ):
-                found.add(node.index)
-    return found
 
 
 def _is_number(node: Node) -> bool:
