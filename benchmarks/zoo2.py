@@ -23,8 +23,10 @@ import jax.numpy as jnp
 import modes
 import results
 import zoo2_language
+import zoo2_libraries
 import zoo2_science
 import zoo2_second
+import zoo2_third
 import zoo2_vision
 from compare import print_rows
 
@@ -45,6 +47,17 @@ SECOND = {
     "distillation": zoo2_second.distillation,
     "diffusion": zoo2_second.diffusion,
     "double_dqn": zoo2_second.double_dqn,
+    "scanned_decoder": zoo2_third.scanned_decoder,
+    "linear_attention": zoo2_third.linear_attention,
+    "low_rank": zoo2_third.LowRank,
+    "multi_task": zoo2_third.multi_task,
+    "muon": zoo2_third.muon,
+    "sharpness": zoo2_third.Sharpness,
+    "contrastive": zoo2_libraries.contrastive,
+    "flow": zoo2_libraries.flow,
+    "recurrent": zoo2_libraries.recurrent,
+    "proximal": zoo2_libraries.Proximal,
+    "segmentation": zoo2_libraries.segmentation,
 }
 PROGRAMS = FIRST | SECOND
 MODES = ("float32", "by_hand", "ours")
