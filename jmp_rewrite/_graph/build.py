@@ -10,6 +10,13 @@ import numpy as np
 from jax.extend import source_info_util
 
 from jmp_rewrite import _compat
+from jmp_rewrite._graph.distinct import (
+    LARGEST_INDEX,
+    NOWHERE,
+    distinct_along,
+    folded_index,
+    updates_are_disjoint,
+)
 from jmp_rewrite._graph.higher_order import HANDLERS
 from jmp_rewrite._graph.kernels import Kernels
 from jmp_rewrite._graph.nodes import (
@@ -128,7 +135,7 @@ class Builder:
         return [
             Value(v.aval, constant=_number(c), made_of_data=not _is_numpy(c))
             if is_float32(v.aval)
-            else None
+            else _known_index(v.aval, c)
             for v, c in zip(constvars, consts, strict=True)
         ]
 
@@ -257,22 +264,25 @@ class Builder:
             inputs.append(value)
         avals = [v.aval for v in eqn.outvars if is_float32(v.aval)]
         number = _kept_number(eqn, operands)
+        others: list[Value | None] = [None] * len(eqn.outvars)
+        if len(avals) < len(others):
+            others = _not_float32(eqn, operands, number)
         if not (inputs or literals or avals):
-            return None, [
-                Value(v.aval, constant=number) if number is not None else None
-                for v in eqn.outvars
-            ]
+            return None, others
         index = self.add(name, eqn, place, inputs, avals, literals, trips)
         node = self.nodes[index]
         node.given = given
         node.mixed = _mixes(eqn)
         node.of_bits = of_bits
+        node.disjoint = name == "scatter-add" and updates_are_disjoint(
+            eqn, _distinct(operands[1]), _constant(operands[1])
+        )
         data = name in _DATA or any([v.made_of_data for v in inputs])
         return index, [
             Value(v.aval, index, number, made_of_data=data)
             if number is not None or is_float32(v.aval)
-            else None
-            for v in eqn.outvars
+            else other
+            for v, other in zip(eqn.outvars, others, strict=True)
         ]
 
     def _follow_bits(self, eqn: Any, operands: Sequence[Value | None]) -> int | None:
@@ -409,6 +419,46 @@ def _number(value: Any) -> Any:
 
 def _is_numpy(value: Any) -> bool:
     return isinstance(value, (bool, int, float, np.ndarray, np.generic))
+
+
+def _distinct(value: Value | None) -> frozenset[int]:
+    return NOWHERE if value is None else value.distinct
+
+
+def _constant(value: Value | None) -> Any:
+    return None if value is None else value.constant
+
+
+def _known_index(aval: Any, constant: Any) -> Value | None:
+    """Returns the value of a captured index; None if it is nothing to follow."""
+    dtype = getattr(aval, "dtype", None)
+    if getattr(dtype, "kind", "") not in "ib" or aval.size > LARGEST_INDEX:
+        return None
+    is_known = _is_numpy(constant) or _compat.is_concrete(constant)
+    return Value(aval, constant=np.asarray(constant)) if is_known else None
+
+
+def _not_float32(
+    eqn: Any, operands: Sequence[Value | None], number: Any
+) -> list[Value | None]:
+    """Returns what is known of results as if none were float32."""
+    avals = [v.aval for v in eqn.outvars]
+    if number is not None:
+        return [Value(aval, constant=number) for aval in avals]
+    known = [_distinct(v) for v in operands]
+    constants = [_constant(v) for v in operands]
+    folded = folded_index(eqn, constants, known)
+    if folded is not None:
+        return [Value(avals[0], constant=folded)]
+    if eqn.primitive.name == "select_n":
+        if constants[0] is None or constants[0].ndim:
+            return [None]
+        known = [known[1 + int(constants[0])]]
+    along = distinct_along(eqn, known)
+    return [
+        Value(aval, distinct=found) if found else None
+        for aval, found in zip(avals, along, strict=True)
+    ]
 
 
 def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:

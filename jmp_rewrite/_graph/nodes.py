@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_rewrite import _compat
+from jmp_rewrite._graph.distinct import NOWHERE
 from jmp_rewrite._graph.scopes import Place
 
 FLOAT32 = np.dtype(np.float32)
@@ -37,9 +38,18 @@ class Value:
       made_of_data: False for what comes from integers, literals and NumPy constants
         alone.
       slice_of: the loop whose `xs` it is a slice of; -1 if none.
+      distinct: dimensions along which its integers are distinct: `distinct.py`.
     """
 
-    __slots__ = ("argument", "aval", "constant", "made_of_data", "node", "slice_of")
+    __slots__ = (
+        "argument",
+        "aval",
+        "constant",
+        "distinct",
+        "made_of_data",
+        "node",
+        "slice_of",
+    )
 
     def __init__(
         self,
@@ -49,6 +59,7 @@ class Value:
         argument: int = -1,
         made_of_data: bool = True,
         slice_of: int = -1,
+        distinct: frozenset[int] = NOWHERE,
     ) -> None:
         self.aval = aval
         self.node = node
@@ -56,14 +67,22 @@ class Value:
         self.argument = argument
         self.made_of_data = made_of_data
         self.slice_of = slice_of
+        self.distinct = distinct
 
     def at(self, aval: Any, slice_of: int = -1) -> Value:
         """Returns the same value seen with another shape: a slice, or a stack."""
-        constant = self.constant
-        if np.ndim(constant) and self.aval.shape != aval.shape:
-            constant = None
+        constant, distinct = self.constant, self.distinct
+        if self.aval.shape != aval.shape:
+            constant = None if np.ndim(constant) else constant
+            distinct = NOWHERE
         return Value(
-            aval, self.node, constant, self.argument, self.made_of_data, slice_of
+            aval,
+            self.node,
+            constant,
+            self.argument,
+            self.made_of_data,
+            slice_of,
+            distinct,
         )
 
 
@@ -85,10 +104,12 @@ class Node:
       of_bits: the node of whose bits it is made, masked or shifted; -1 if they are an
         argument's, None if it is no such float.
       through: the nodes whose results it depends on through a kernel of half values.
+      disjoint: of a `scatter-add`: no two updates meet.
     """
 
     __slots__ = (
         "avals",
+        "disjoint",
         "eqn",
         "given",
         "index",
@@ -125,6 +146,7 @@ class Node:
         self.mixed = False
         self.of_bits: int | None = None
         self.through: frozenset[int] = frozenset()
+        self.disjoint = False
 
 
 class Instance:

@@ -7,7 +7,6 @@ Who wins where two disagree: an inner `mixed_precision`, `full_precision`, `scop
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -197,17 +196,12 @@ def _scatter(node: Node) -> Category | None:
 
 
 def _scatter_add(node: Node) -> Category:
-    """A sum of nothing: one update at most for each place of zeros.
+    """Where no two updates to zeros meet it adds nothing up.
 
-    So is the transpose of `take_along_axis`, with which losses pick a label's logit.
+    So it is with the transpose of `take_along_axis`, with which losses pick a label's
+    logit, and of a permutation.
     """
-    if node.literals.get(0) != 0.0:
-        return DENY
-    numbers = node.eqn.params["dimension_numbers"]
-    batching = numbers.scatter_indices_batching_dims
-    shape = node.eqn.invars[1].aval.shape[:-1]
-    several = math.prod(n for d, n in enumerate(shape) if d not in batching)
-    return CLEAR if several == 1 else DENY
+    return CLEAR if node.disjoint and node.literals.get(0) == 0.0 else DENY
 
 
 _SPECIAL = {

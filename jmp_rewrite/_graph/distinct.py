@@ -1,0 +1,150 @@
+"""Integers that are distinct along a dimension, and updates that therefore never meet.
+
+The gradient of `x[order]` is a `scatter-add`. Where `order` is a permutation it adds
+nothing up: it moves values, and what moves values has no precision of its own.
+
+What is known of an integer array is a set of its dimensions. Along each of them its
+numbers are distinct, whatever the other coordinates are, and none is negative. Of
+numbers that are joined along the last dimension, as an index has its coordinates, whole
+rows are distinct.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+NOWHERE: frozenset[int] = frozenset()
+# Longer constants are not looked at: an index of 2**16 numbers takes 1 ms to sort.
+LARGEST_INDEX = 2**16
+
+# These move single numbers, or leave some out, and leave dimensions where they were.
+_IN_PLACE = frozenset(
+    {"copy", "dynamic_slice", "optimization_barrier", "rev", "select_n", "slice"}
+)
+
+
+def distinct_along(eqn: Any, known: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """Returns the dimensions along which the integers of each result are distinct.
+
+    Args:
+      eqn: any equation; of a `select_n`, the case is known.
+      known: the same of its operands; of a `select_n`, of its case alone.
+    """
+    name = eqn.primitive.name
+    if name == "top_k":
+        return [NOWHERE, frozenset({eqn.invars[0].aval.ndim - 1})]
+    if name == "sort":
+        return [_sorted(eqn, k) for k in known]
+    if len(eqn.outvars) == 1:
+        return [_of_result(eqn, known)]
+    return [NOWHERE] * len(eqn.outvars)
+
+
+def _of_result(eqn: Any, known: Sequence[frozenset[int]]) -> frozenset[int]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "iota":
+        return frozenset({params["dimension"]})
+    if not any(known):
+        return NOWHERE
+    if name in _IN_PLACE:
+        return known[0]
+    if name == "convert_element_type":
+        return known[0] if _is_as_wide(eqn) else NOWHERE
+    if name == "broadcast_in_dim":
+        dims, before = params["broadcast_dimensions"], eqn.invars[0].aval.shape
+        kept = (d for d in known[0] if params["shape"][dims[d]] == before[d])
+        return frozenset(dims[d] for d in kept)
+    if name == "concatenate":
+        joined = params["dimension"]
+        is_last = joined == eqn.outvars[0].aval.ndim - 1
+        return NOWHERE.union(*known) - {joined} if is_last else NOWHERE
+    if name in ("reshape", "squeeze"):
+        return _without_ones(eqn, known[0])
+    return NOWHERE
+
+
+def _sorted(eqn: Any, known: frozenset[int]) -> frozenset[int]:
+    """A sort permutes along its dimension.
+
+    Unless that is the last one, it takes apart rows that are joined along the last one.
+    """
+    last = eqn.outvars[0].aval.ndim - 1
+    return known & {last} if eqn.params["dimension"] == last else NOWHERE
+
+
+def folded_index(
+    eqn: Any, constants: Sequence[Any], known: Sequence[frozenset[int]]
+) -> Any:
+    """Returns the number or the numbers that a result is, if they are known.
+
+    It follows what JAX writes in front of a gather: negative numbers count from the
+    end, and the coordinates are joined.
+
+    Args:
+      eqn: any equation.
+      constants: the numbers that each operand is, None if unknown.
+      known: dimensions along which its integers are distinct.
+    """
+    name = eqn.primitive.name
+    if name == "lt" and constants[1] is not None:
+        first, other = constants
+        if not other.ndim and other == 0:
+            is_never = known[0] if first is None else not (first < 0).any()
+            return np.asarray(False) if is_never else None
+    if name == "select_n":
+        which, *cases = constants
+        is_known = which is not None and (not which.any() or which.all())
+        return cases[int(which.any())] if is_known else None
+    if any(c is None or not c.ndim for c in constants):
+        return None
+    if name == "concatenate":
+        return np.concatenate(constants, eqn.params["dimension"])
+    if name == "broadcast_in_dim" and eqn.outvars[0].aval.size == constants[0].size:
+        return constants[0].reshape(eqn.outvars[0].aval.shape)
+    return None
+
+
+def updates_are_disjoint(eqn: Any, known: frozenset[int], constant: Any) -> bool:
+    """Tells whether a `scatter-add` adds at most one update to each place.
+
+    Args:
+      eqn: the equation.
+      known: dimensions along which its indices are distinct.
+      constant: its indices, if they are known; else None.
+    """
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    _, indices, _ = eqn.invars
+    batching = set(numbers.scatter_indices_batching_dims)
+    shape = indices.aval.shape[:-1]
+    several = {d for d, n in enumerate(shape) if n != 1 and d not in batching}
+    if math.prod(shape[d] for d in several) == 1 or params["unique_indices"]:
+        return True
+    are_points = set(numbers.scatter_dims_to_operand_dims) <= set(
+        numbers.inserted_window_dims
+    )
+    if not are_points or params["mode"] is lax.GatherScatterMode.CLIP:
+        return False
+    if np.ndim(constant) == 2 and not batching and (constant >= 0).all():
+        return len(np.unique(constant, axis=0)) == len(constant)
+    return len(several) == 1 and several <= known
+
+
+def _is_as_wide(eqn: Any) -> bool:
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return old.kind in "iu" and new.kind in "iu" and new.itemsize >= old.itemsize
+
+
+def _without_ones(eqn: Any, known: frozenset[int]) -> frozenset[int]:
+    """Follows dimensions where only some of size 1 come or go."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    old = [d for d, n in enumerate(before) if n != 1]
+    new = [d for d, n in enumerate(after) if n != 1]
+    if [before[d] for d in old] != [after[d] for d in new]:
+        return NOWHERE
+    return frozenset(n for o, n in zip(old, new, strict=True) if o in known)
