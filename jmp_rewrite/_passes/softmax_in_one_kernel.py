@@ -9,6 +9,7 @@ from jax import lax
 from jmp_rewrite._passes.by_device import TPU_V5E, TPU_V6E, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_half_product, is_widening, makers
+from jmp_rewrite._passes.softmax_from_quotient import quotient_of
 
 
 def softmax_in_one_kernel(editor: Editor) -> None:
@@ -17,6 +18,8 @@ def softmax_in_one_kernel(editor: Editor) -> None:
     XLA:TPU moves the cast of a product's half result behind a maximum, no longer finds
     the same value under the maximum and the difference, and makes two kernels of the
     softmax. It moves no cast over a rounding, and to float32's own format that is none.
+    A loss' logarithm of a sum of exponentials is left alone: of so many logits XLA
+    would store the cast.
 
     On TPUs v5e and v6e.
 
@@ -29,12 +32,30 @@ def softmax_in_one_kernel(editor: Editor) -> None:
         var = eqn.invars[0]
         if editor.was_here(body, var):
             continue
+        if not _is_softmax(editor, body, var):
+            continue
         made = makers(editor, body, widening.invars[0])
         if all(_is_product(editor, *place) for place in made):
             at = body.maker[var]
             branches = {Where((TPU_V5E, TPU_V6E)): _to_float32}
             (same,) = editor.choose(body, at, [var], [], branches, after=True)
             editor.read_instead(body, var, same)
+
+
+def _is_softmax(editor: Editor, body: Body, var: Any) -> bool:
+    """Whether exponentials of a value less its maximum are divided by their sum."""
+    left = [i for i, _ in body.reads(var) if i >= 0 and _names(body, i, "sub")]
+    exponentials = (
+        i
+        for at in left
+        for i, _ in body.reads(body.eqns[at].outvars[0])
+        if i >= 0 and _names(body, i, "exp")
+    )
+    return any(quotient_of(editor, body, i) is not None for i in exponentials)
+
+
+def _names(body: Body, index: int, name: str) -> bool:
+    return bool(body.eqns[index].primitive.name == name)
 
 
 def _is_product(editor: Editor, body: Body, index: int) -> bool:
