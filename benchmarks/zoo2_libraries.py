@@ -137,7 +137,7 @@ class Coupling(eqx.Module):
 
 def flow(dtype: Any) -> Workload:
     """Exact likelihood of images by eight coupling layers."""
-    shape = (32, 12, 16, 16)
+    shape = (256, 12, 32, 32)
 
     def init(key: Any) -> Any:
         keys = jax.random.split(key, 8)
@@ -303,7 +303,7 @@ class Proximal(NamedTuple):
 
     def arguments(self) -> tuple[Any, ...]:
         """Shapes and dtypes of the step's arguments."""
-        time, runs = 16, 32
+        time, runs = 16, 128
 
         def make(key: Any) -> Any:
             frames = jax.random.randint(key, (time + 1, runs, 64, 64, 4), 0, 256)

@@ -290,7 +290,7 @@ class ManyHeads(nn.Module):
 def multi_task(dtype: Any) -> Workload:
     """Three losses weighed by learnt uncertainties; gradients are accumulated."""
     model = ManyHeads(dtype)
-    images = (32, 64, 64, 3)
+    images = (128, 128, 128, 3)
 
     def init(key: Any) -> Any:
         net = model.init(key, jnp.zeros((1, *images[1:])))["params"]

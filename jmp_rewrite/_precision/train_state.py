@@ -187,7 +187,9 @@ class _Walk:
             for v in self._nodes[product].inputs
             if v.node not in depends and v.node != base
         ]
-        twice = bool(weights) and all(weights.count(w) > 1 for w in weights)
+        # A second derivative goes through a network and back: its cotangents, too.
+        twice = is_forward and bool(weights)
+        twice = twice and all(weights.count(w) > 1 for w in weights)
         return Update(node.index, base, frozenset(weights), twice)
 
     def _region(
