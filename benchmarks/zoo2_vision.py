@@ -12,7 +12,7 @@ from models.common import Workload, at_least_float32
 
 # ---- a GAN
 
-IMAGES, LATENT = 64, 128
+IMAGES, LATENT = 256, 128
 
 
 class Generator(nn.Module):
