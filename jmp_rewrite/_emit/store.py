@@ -24,10 +24,12 @@ from jmp_rewrite._emit.rounded import (
     argument,
     is_cast,
     is_move,
+    is_widened,
     source_of,
 )
-from jmp_rewrite._graph import Graph, Node, Place, build, elements
+from jmp_rewrite._graph import FLOAT32, Graph, Node, Place, build, elements
 from jmp_rewrite._precision import ONE_LINE, Label, Pins, Plan
+from jmp_rewrite._rules import COPIES
 
 
 class Storage(NamedTuple):
@@ -95,8 +97,9 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
 
 
 def _changes(graph: Graph, plan: Plan) -> bool:
-    """Whether a loop carries or stacks something in half, or need not cast it again."""
-    if any(plan.labels[n.index] for n in graph.nodes if n.name in _HELD_BY_LOOPS):
+    """Whether anything is held, moved or cast in another way than before."""
+    held = (n for n in graph.nodes if n.name in _HELD_BY_LOOPS or is_widened(n, plan.half))
+    if any(plan.labels[n.index] for n in held):
         return True
     inside = {n: loop for loop in graph.loops for n in loop.nodes}
     return any(
@@ -129,7 +132,7 @@ def _plan(
 def _is_half(node: Node, half: np.dtype, narrow: set[int]) -> bool:
     if node.name in ("carry_in", "stack_out"):
         return elements(node.avals) > ONE_LINE
-    if node.name == "carry_out":
+    if node.name == "carry_out" or is_widened(node, half):
         return True
     return is_move(node, half) and any(source_of(v) in narrow for v in node.inputs)
 
@@ -166,6 +169,33 @@ def _run(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 def _finish(fun: Any, args: Sequence[Any]) -> list[Any]:
     return list(fun(*args))
+
+
+class PartsFirst(Emitter):
+    """Emits a program that nobody differentiates, its casts behind what takes a part.
+
+    Rounding commutes with moves. The rows that are taken of an embedding are fewer than
+    its table, and a cast of the table with one reader left, a product, is part of that
+    product's kernel on GPUs, where two readers would have it stored.
+    """
+
+    def _native(
+        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
+    ) -> list[Cell]:
+        if not self._takes_a_part(eqn, env):
+            return super()._native(eqn, env, literals)
+        (part,) = self._as_it_was(eqn, env)
+        return [Cell(self.read_half(part))]
+
+    def _takes_a_part(self, eqn: Any, env: dict[Any, Cell]) -> bool:
+        if eqn.primitive.name not in COPIES or len(eqn.outvars) > 1:
+            return False
+        atom = eqn.invars[0]
+        if hasattr(atom, "val") or atom.aval.dtype != FLOAT32:
+            return False
+        is_smaller = elements([v.aval for v in eqn.outvars]) < elements([atom.aval])
+        cell = env[atom]
+        return is_smaller and cell.half is None and cell.value.dtype == FLOAT32
 
 
 class _Emitter(Emitter):
