@@ -4,13 +4,12 @@ from jmp_rewrite._emit import program
 from jmp_rewrite._emit.emit import Cell, Emitter
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._emit.rounded import argument, is_move, results_of, source_of
-from jmp_rewrite._emit.store import PartsFirst, Storage, Stored, store
+from jmp_rewrite._emit.store import Storage, Stored, store
 
 __all__ = [
     "Cell",
     "Emitter",
     "Later",
-    "PartsFirst",
     "Storage",
     "Stored",
     "argument",

@@ -27,9 +27,8 @@ from jmp_rewrite._emit.rounded import (
     is_widened,
     source_of,
 )
-from jmp_rewrite._graph import FLOAT32, Graph, Node, Place, build, elements
+from jmp_rewrite._graph import Graph, Node, Place, build, elements
 from jmp_rewrite._precision import ONE_LINE, Label, Pins, Plan
-from jmp_rewrite._rules import COPIES
 
 
 class Storage(NamedTuple):
@@ -169,33 +168,6 @@ def _run(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 def _finish(fun: Any, args: Sequence[Any]) -> list[Any]:
     return list(fun(*args))
-
-
-class PartsFirst(Emitter):
-    """Emits a program that nobody differentiates, its casts behind what takes a part.
-
-    Rounding commutes with moves. The rows that are taken of an embedding are fewer than
-    its table, and a cast of the table with one reader left, a product, is part of that
-    product's kernel on GPUs, where two readers would have it stored.
-    """
-
-    def _native(
-        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
-    ) -> list[Cell]:
-        if not self._takes_a_part(eqn, env):
-            return super()._native(eqn, env, literals)
-        (part,) = self._as_it_was(eqn, env)
-        return [Cell(self.read_half(part))]
-
-    def _takes_a_part(self, eqn: Any, env: dict[Any, Cell]) -> bool:
-        if eqn.primitive.name not in COPIES or len(eqn.outvars) > 1:
-            return False
-        atom = eqn.invars[0]
-        if hasattr(atom, "val") or atom.aval.dtype != FLOAT32:
-            return False
-        is_smaller = elements([v.aval for v in eqn.outvars]) < elements([atom.aval])
-        cell = env[atom]
-        return is_smaller and cell.half is None and cell.value.dtype == FLOAT32
 
 
 class _Emitter(Emitter):

@@ -25,7 +25,7 @@ from jmp_rewrite._arguments import (
     user_result,
     wraps,
 )
-from jmp_rewrite._emit import PartsFirst, Storage, Stored, store
+from jmp_rewrite._emit import Storage, Stored, store
 from jmp_rewrite._graph import FLOAT32, REWRITTEN, is_float32, is_half
 from jmp_rewrite._inference import report as _report
 from jmp_rewrite._inference.places import (
@@ -308,8 +308,7 @@ class Inference(Generic[P, R]):
             frozenset(first + i for i in wanted),
             {r: first + i for r, i in kept.items()},
         )
-        explicit = _transform.emitted(plan, emitter_type=PartsFirst)
-        result = store(explicit, plan.half, storage)
+        result = store(_transform.emitted(plan), plan.half, storage)
         return _Program(traced, plan, result, leaves, first)
 
     def _kept(self, traced: _transform.Traced, hidden: int) -> dict[int, int]:
