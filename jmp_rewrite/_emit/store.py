@@ -97,7 +97,9 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
 
 def _changes(graph: Graph, plan: Plan) -> bool:
     """Whether anything is held, moved or cast in another way than before."""
-    held = (n for n in graph.nodes if n.name in _HELD_BY_LOOPS or is_widened(n, plan.half))
+    held = (
+        n for n in graph.nodes if n.name in _HELD_BY_LOOPS or is_widened(n, plan.half)
+    )
     if any(plan.labels[n.index] for n in held):
         return True
     inside = {n: loop for loop in graph.loops for n in loop.nodes}
