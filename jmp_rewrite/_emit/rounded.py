@@ -51,6 +51,13 @@ def is_cast(node: Node, half: np.dtype) -> bool:
     )
 
 
+def is_widened(node: Node, half: np.dtype) -> bool:
+    """Whether a node makes float32 of a half value, which rounding gives back."""
+    if node.eqn is None or node.eqn.primitive.name != "convert_element_type":
+        return False
+    return bool(node.eqn.invars[0].aval.dtype == half)
+
+
 class Roundings:
     """What is rounded where it is made, and read by matrix multiplications alone.
 

@@ -24,6 +24,7 @@ from jmp_rewrite._emit.rounded import (
     argument,
     is_cast,
     is_move,
+    is_widened,
     source_of,
 )
 from jmp_rewrite._graph import Graph, Node, Place, build, elements
@@ -95,8 +96,11 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
 
 
 def _changes(graph: Graph, plan: Plan) -> bool:
-    """Whether a loop carries or stacks something in half, or need not cast it again."""
-    if any(plan.labels[n.index] for n in graph.nodes if n.name in _HELD_BY_LOOPS):
+    """Whether anything is held, moved or cast in another way than before."""
+    held = (
+        n for n in graph.nodes if n.name in _HELD_BY_LOOPS or is_widened(n, plan.half)
+    )
+    if any(plan.labels[n.index] for n in held):
         return True
     inside = {n: loop for loop in graph.loops for n in loop.nodes}
     return any(
@@ -129,7 +133,7 @@ def _plan(
 def _is_half(node: Node, half: np.dtype, narrow: set[int]) -> bool:
     if node.name in ("carry_in", "stack_out"):
         return elements(node.avals) > ONE_LINE
-    if node.name == "carry_out":
+    if node.name == "carry_out" or is_widened(node, half):
         return True
     return is_move(node, half) and any(source_of(v) in narrow for v in node.inputs)
 

@@ -281,6 +281,26 @@ def test_what_is_added_to_is_no_cache():
     assert "add reads it unrounded" in why["1/sum"]
 
 
+def test_what_a_cache_takes_is_not_widened_on_its_way():
+    """Rows of a half product go into a half cache as they are, sliced and reshaped."""
+
+    def fun(params, cache, x):
+        both = (x @ params).reshape(4, 2, 32)
+        cache = jax.lax.dynamic_update_slice(cache, both[:, 1], (0, 0))
+        return x @ both[:, 0].T @ cache[:4], cache
+
+    key = jax.random.key(0)
+    args = jax.random.normal(key, (32, 64)), jnp.zeros((8, 32)), inputs(width=32)[:4]
+    serve = for_inference(fun, BF16, state={1: 1})
+    jaxpr = trace(serve, *serve.store(*args))
+    widened = [
+        e
+        for e in eqns(jaxpr, "convert_element_type")
+        if e.params["new_dtype"] == jnp.float32 and e.invars[0].aval.shape != (4, 32)
+    ]
+    assert widened == []
+
+
 def test_a_cache_that_another_result_shows_is_kept():
     def fun(w, cache, x):
         cache = jax.lax.dynamic_update_slice(cache, x @ w, (2, 0))
