@@ -89,6 +89,11 @@ def is_backward(node: Node) -> bool:
     return node.place.backward and not node.place.recomputed
 
 
+def is_zero(value: Value) -> bool:
+    """Whether a value is known to be zeros: what a norm without a mean takes off."""
+    return value.constant is not None and not np.any(value.constant)
+
+
 def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
     """Whether a value holds zeros and ones by construction: a mask, a one-hot, `eye`.
 

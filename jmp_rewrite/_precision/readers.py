@@ -12,7 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from jmp_rewrite._graph import Graph, Node, Value, elements
-from jmp_rewrite._precision.origins import MOVES, is_backward, leads_to_product
+from jmp_rewrite._precision.origins import (
+    MOVES,
+    is_backward,
+    is_zero,
+    leads_to_product,
+)
 from jmp_rewrite._rules import PRODUCTS, SHARP
 
 # A sum with an exact value still holds it behind these.
@@ -172,7 +177,7 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
     """Returns the made nodes that an exact value was added to, with no end between."""
 
     def is_exact(value: Value) -> bool:
-        return value.node not in made and not _is_zero(value)
+        return value.node not in made and not is_zero(value)
 
     holds: set[int] = set()
     for node in graph.nodes:
@@ -250,15 +255,10 @@ def _terms(node: int, graph: Graph, made: set[int]) -> dict[int, int]:
 def _cancels(node: Node, holds: set[int], made: set[int]) -> bool:
     """Whether a difference is one of two values with an exact part."""
     held = [v for v in node.inputs if v.node in holds]
-    exact = [v for v in node.inputs if v.node not in made and not _is_zero(v)]
+    exact = [v for v in node.inputs if v.node not in made and not is_zero(v)]
     return len(held) == 2 or (
         len(held) == 1 and (bool(exact) or any(node.literals.values()))
     )
-
-
-def _is_zero(value: Value) -> bool:
-    """Whether nothing is added or subtracted: a norm without a mean takes off zeros."""
-    return value.constant is not None and not np.any(value.constant)
 
 
 def _spreads(value: Value, graph: Graph, small: set[int]) -> bool:

@@ -301,3 +301,40 @@ def test_advice_on_a_number_that_hides_what_it_is_added_to():
         "300 is added" in a for a in explain(offset(300.0), "bfloat16")(x).advice
     )
     assert not any("is added" in a for a in explain(offset(3.0), "bfloat16")(x).advice)
+
+
+# ---- zeros
+
+
+def test_a_norm_that_takes_off_zeros_subtracts_no_offset():
+    """Norms without a mean are written with one of zeros, as Flax' RMSNorm is."""
+
+    def layers(x, taken, *ws):
+        for w in ws:
+            scale = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+            x = x + jnp.tanh(((x - jnp.full_like(x, taken)) * scale) @ w)
+        return x @ ws[0]
+
+    args = weights((64, W), (W, W), (W, W))
+
+    def reasons(taken):
+        report = explain(lambda x, *ws: layers(x, taken, *ws), "mixed_bfloat16")(*args)
+        return [e.reason for e in report.equations]
+
+    again = "a value is added, and subtracted again"
+    assert not any(again in reason for reason in reasons(0.0))
+    assert any(again in reason for reason in reasons(1000.0))
+
+
+def test_a_product_with_zeros_asks_for_no_exact_weight():
+    """A recurrent layer's first step, unrolled, multiplies its first carry: zeros."""
+
+    def rnn(w, v, xs):
+        h = jnp.zeros((4, W))
+        for x in xs:
+            h = jnp.tanh(x @ v + h @ w)
+        return h @ w
+
+    w, v, xs = (*weights((W, W), (W, W)), jnp.ones((3, 4, W)))
+    for product in products(rewritten(rnn, w, v, xs)):
+        assert dtypes_in(product)[:2] == ["bfloat16"] * 2
