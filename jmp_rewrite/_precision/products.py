@@ -123,7 +123,7 @@ def _of_exact_values(graph: Graph, candidates: set[int]) -> dict[int, str]:
     others: dict[int, list[int]] = {}
     for n in candidates:
         if any(map(is_zero, nodes[n].inputs)):
-            continue  # of nothing, as a recurrent layer's first step: exact in half, too
+            continue  # a recurrent layer's first step: exact in half, too
         others[n] = [v.node for v in nodes[n].inputs if not is_indicator(v, nodes)]
         if len(others[n]) < len(nodes[n].inputs):
             why[n] = "full: it copies, counts or selects exact values"
