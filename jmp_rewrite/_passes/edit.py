@@ -51,8 +51,6 @@ class Body:
       held: index of an equation -> the bodies that it holds.
       names: how often each primitive occurs.
       parameter: variable -> its position among the parameters.
-      maker: variable -> the index of the equation that makes it.
-      readers: variable -> (index, position); the index is -1 for results.
       data: its values that depend on inputs, once somebody asked.
       edits: what a pass has asked for.
     """
@@ -65,26 +63,32 @@ class Body:
         self.outvars: Sequence[Any] = body.outvars
         self.calls: list[tuple[Body, int]] = []
         self.held: dict[int, tuple[Body, ...]] = {}
+        self.parameter = {v: i for i, v in enumerate(self.invars)}
         self.edits = _Edits()
         self.is_changed = False
         self._marks: set[Marks] | None = None
         self._index()
 
     def _index(self) -> None:
+        """Notes what it is made of; who makes and reads what, once a pass asks."""
         self.data: set[Any] | None = None
         self.names = collections.Counter(e.primitive.name for e in self.eqns)
-        self.parameter = {v: i for i, v in enumerate(self.invars)}
-        self.maker: dict[Any, int] = {}
-        self.readers: dict[Any, list[tuple[int, int]]] = {}
-        for index, eqn in enumerate(self.eqns):
-            for position, atom in enumerate(eqn.invars):
-                if not hasattr(atom, "val"):
-                    self.readers.setdefault(atom, []).append((index, position))
-            for var in eqn.outvars:
-                self.maker[var] = index
-        for position, atom in enumerate(self.outvars):
-            if not hasattr(atom, "val"):
-                self.readers.setdefault(atom, []).append((-1, position))
+        self._def_use: _DefUse | None = None
+
+    @property
+    def maker(self) -> dict[Any, int]:
+        """Variable -> the index of the equation that makes it."""
+        return self._indexed().maker
+
+    @property
+    def readers(self) -> dict[Any, list[tuple[int, int]]]:
+        """Variable -> (index, position); the index is -1 for results."""
+        return self._indexed().readers
+
+    def _indexed(self) -> _DefUse:
+        if self._def_use is None:
+            self._def_use = _def_use(self.eqns, self.outvars)
+        return self._def_use
 
     def find(self, *names: str) -> Iterator[tuple[int, Any]]:
         """Yields the equations of these primitives, with their indices."""
@@ -103,6 +107,32 @@ class Body:
     def reads(self, var: Any) -> list[tuple[int, int]]:
         """Returns where a variable is read: (index, position)."""
         return self.readers.get(var, [])
+
+
+class _DefUse(NamedTuple):
+    """Who makes and who reads each variable of a body."""
+
+    maker: dict[Any, int]
+    readers: dict[Any, list[tuple[int, int]]]
+
+
+def _def_use(eqns: Sequence[Any], outvars: Sequence[Any]) -> _DefUse:
+    maker: dict[Any, int] = {}
+    readers: dict[Any, list[tuple[int, int]]] = {}
+    for index, eqn in enumerate(eqns):
+        for position, atom in enumerate(eqn.invars):
+            if isinstance(atom, jex.Literal):
+                continue
+            if (places := readers.get(atom)) is None:
+                readers[atom] = [(index, position)]
+            else:
+                places.append((index, position))
+        for var in eqn.outvars:
+            maker[var] = index
+    for position, atom in enumerate(outvars):
+        if not isinstance(atom, jex.Literal):
+            readers.setdefault(atom, []).append((-1, position))
+    return _DefUse(maker, readers)
 
 
 class _Edits:
@@ -410,13 +440,14 @@ class Editor:
         edits, body.edits = body.edits, _Edits()
         eqns: list[Any] = []
         moved: dict[int, int] = {}
+        touched = {i for i, _ in edits.operands} | edits.params.keys()
         for index, eqn in enumerate(body.eqns):
             eqns += edits.before.get(index, ())
             if index in edits.instead:
                 eqns += edits.instead[index]
             else:
                 moved[index] = len(eqns)
-                eqns.append(_edited(eqn, index, edits))
+                eqns.append(_edited(eqn, index, edits) if index in touched else eqn)
             eqns += edits.after.get(index, ())
         body.outvars = [
             edits.operands.get((-1, p), v) for p, v in enumerate(body.outvars)
