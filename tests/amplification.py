@@ -221,7 +221,7 @@ def failures(
         rewritten = _rewritten(program, judged.closed, policy)
         for device in devices:
             verdicts = judged.verdicts(policy, device, rewritten)
-            if not all(v.holds or np.isnan(v.hand) for v in verdicts):
+            if not all(v.holds or _says_nothing(v.hand) for v in verdicts):
                 yield Failure(program, policy, device, verdicts)
 
 
@@ -230,6 +230,11 @@ def _rewritten(program: Program, closed: Any, policy: str) -> Any:
         fun = mixed_precision(function(program), policy)
         return trace(_gradient(fun), arguments(0))
     return mixed_precision_jaxpr(closed, policy)
+
+
+def _says_nothing(hand: float) -> bool:
+    """Whether by hand is non-finite or off by far, in all draws that were judged."""
+    return bool(np.isnan(hand)) or hand >= UNREASONABLE
 
 
 def _is_reasonable(judged: Judge, half: Any) -> bool:

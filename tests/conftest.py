@@ -4,11 +4,13 @@ A library that changes dtypes must not lean on implicit promotion, so both kinds
 errors here. Users' own models run under JAX's defaults.
 """
 
+import collections
 import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
+import zlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -35,6 +37,23 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first example of a property compiles: its time says nothing.
 hypothesis.settings.register_profile("jmp_rewrite", deadline=None)
 hypothesis.settings.load_profile("jmp_rewrite")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Leaves two cases in three of tests of breadth to the slow ones.
+
+    A test of one law over many programs takes a third of them, at least one; the same
+    third each time, by a checksum of their names, so that no parameter is left out.
+    """
+    tests = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("breadth") and hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in cases[-(-len(cases) // 3) :] if len(cases) > 2 else ():
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -57,6 +57,9 @@ def said_by_pyright(tmp_path):
             yield number, revealed[1]
 
 
-@pytest.mark.parametrize("checker", [said_by_mypy, said_by_pyright])
+@pytest.mark.parametrize(
+    "checker",
+    [said_by_mypy, pytest.param(said_by_pyright, marks=pytest.mark.slow)],
+)
 def test_what_type_checkers_say(checker, tmp_path):
     assert dict(checker(tmp_path)) == expected()

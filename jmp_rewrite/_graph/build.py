@@ -432,7 +432,9 @@ def _constant(value: Value | None) -> Any:
 def _known_index(aval: Any, constant: Any) -> Value | None:
     """Returns the value of a captured index; None if it is nothing to follow."""
     dtype = getattr(aval, "dtype", None)
-    if getattr(dtype, "kind", "") not in "ib" or aval.size > LARGEST_INDEX:
+    if getattr(dtype, "kind", None) not in ("i", "u", "b"):
+        return None
+    if aval.size > LARGEST_INDEX:
         return None
     is_known = _is_numpy(constant) or _compat.is_concrete(constant)
     return Value(aval, constant=np.asarray(constant)) if is_known else None

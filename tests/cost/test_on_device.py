@@ -18,6 +18,7 @@ def command(run_python, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_train_step_and_decoding(command):
     pytest.importorskip("flax")
     done, folder = command(

@@ -15,6 +15,8 @@ from programs import normal
 from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
 from jmp_rewrite._diagnose import progress, results
 
+pytestmark = pytest.mark.breadth
+
 PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "planted_faults.py"
 
 

@@ -21,7 +21,10 @@ from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._policy import Policy
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
+pytestmark = [
+    pytest.mark.breadth,
+    pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning"),
+]
 
 # What one `jit` fuses, XLA:CPU may round in another place, in the last bit of float32.
 FUSED = 1e-6

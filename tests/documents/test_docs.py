@@ -17,6 +17,8 @@ from test_readme import users_jax as users_jax
 
 import jmp_rewrite
 
+pytestmark = pytest.mark.breadth
+
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 WITH_PYTHON = [page for page in PAGES if blocks("python", page.read_text())]
 PUBLIC = {

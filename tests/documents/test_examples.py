@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.breadth
+
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
 DIGITS = ("--epochs", "1", "--width", "4", "--batch", "256")

@@ -25,6 +25,8 @@ from jmp_rewrite import (
     mixed_precision,
 )
 
+pytestmark = pytest.mark.breadth
+
 BF16 = "mixed_bfloat16"
 POLICIES = tuple(HALF)
 

@@ -25,6 +25,8 @@ from jax.sharding import PartitionSpec
 import jmp_rewrite as jmpr
 from jmp_rewrite import Policy, compute_dtype, half_precision, mixed_precision
 
+pytestmark = pytest.mark.breadth
+
 BF16 = "mixed_bfloat16"
 POLICIES = tuple(HALF)
 attend = half_precision(flash)

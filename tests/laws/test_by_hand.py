@@ -10,6 +10,8 @@ from judge import Judge
 
 from jmp_rewrite import mixed_precision_jaxpr
 
+pytestmark = pytest.mark.breadth
+
 # Where the law does not hold (docs/precision.md): JAX 0.10 writes the derivative
 # of `tanh` as five equations, and the second derivative through steps of an optimizer
 # rounds between them in float16: 1.6 and 1.8 times the error by hand were measured.

@@ -28,6 +28,8 @@ from jmp_rewrite import (
 )
 from jmp_rewrite._graph import computed_once
 
+pytestmark = pytest.mark.breadth
+
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 WIDTH, BATCH, STEPS = 32, 128, 24
 

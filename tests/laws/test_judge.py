@@ -17,6 +17,8 @@ from judge import EPS, Judge
 
 from jmp_rewrite import mixed_precision_jaxpr
 
+pytestmark = pytest.mark.breadth
+
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 EXACT = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 RNG = np.random.RandomState(0)

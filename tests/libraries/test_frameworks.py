@@ -17,6 +17,8 @@ from jax import lax
 
 from jmp_rewrite import Policy, explain, loss_scaling, mixed_precision, scale_loss
 
+pytestmark = pytest.mark.breadth
+
 BF16 = "mixed_bfloat16"
 # Every layer has its own width, so that a shape tells whose product it is.
 SIZES = (5, 6, 7, 3)

@@ -36,6 +36,8 @@ from jmp_rewrite import (
     use_passes,
 )
 
+pytestmark = pytest.mark.breadth
+
 DEVICES, WIDTH, ROWS, LAYERS = 8, 64, 32, 3
 F16 = "mixed_float16"
 TX = optax.adam(1e-2)

@@ -13,6 +13,8 @@ from stacks import STACKS, digits
 
 from jmp_rewrite import loss_scale_state
 
+pytestmark = pytest.mark.breadth
+
 BATCH, STEPS, SEEDS = 128, 60, 3
 HALVES = ["mixed_bfloat16", "mixed_float16"]
 

@@ -23,6 +23,8 @@ from jmp_rewrite import (
     where_applied,
 )
 
+pytestmark = pytest.mark.breadth
+
 F32_MAX = float(np.finfo(np.float32).max)
 INF, NAN = math.inf, math.nan
 

@@ -20,7 +20,10 @@ from jmp_rewrite import (
 
 # Optax leans on implicit promotion; what is ours is strict all the same, because
 # tests/loss_scaling/test_loss_scale.py runs it so.
-pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.breadth,
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

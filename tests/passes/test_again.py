@@ -28,6 +28,8 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, mixed_precision, use_passes
 
+pytestmark = pytest.mark.breadth
+
 T, D, F = 16, 32, 48  # tokens, features, features of the hidden layer
 GPU, TPU_V5E, TPU_V6E = "cuda", "TPU v5 lite", "TPU v6 lite"
 

@@ -19,6 +19,8 @@ from jmp_rewrite import (
     use_passes,
 )
 
+pytestmark = pytest.mark.breadth
+
 POLICIES = sorted(HALF)
 B, T, H, D = 2, 24, 3, 8  # examples, places, heads, features of each
 WIDTH = H * D

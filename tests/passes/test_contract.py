@@ -17,6 +17,8 @@ from jmp_rewrite._passes import PASSES, Program
 from jmp_rewrite._passes.by_device import DEVICES, resolve
 from jmp_rewrite._passes.edit import Editor
 
+pytestmark = pytest.mark.breadth
+
 T, D, F = 16, 8, 12
 # The bound is of the whole step's results: one rounding more or less of a bfloat16.
 TOLERANCE = {"nothing": 0.0, "order of sums": 2**-8, "rounding": 2**-6}

@@ -17,6 +17,8 @@ from programs import normal
 from jmp_rewrite import _compat, mixed_precision
 from jmp_rewrite._passes import Program, cpu_products, optimize
 
+pytestmark = pytest.mark.breadth
+
 # Two multiplied shapes, and what is contracted and what is mapped over in each.
 PRODUCTS = {
     "matrices": ((6, 8), (8, 4), ((1,), (0,)), ((), ())),

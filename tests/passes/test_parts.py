@@ -10,6 +10,8 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
+pytestmark = pytest.mark.breadth
+
 POLICIES = sorted(HALF)
 B, T, H, D = 2, 6, 3, 4  # examples, places, heads, features of each
 WIDTH = H * D

@@ -16,6 +16,8 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
+pytestmark = pytest.mark.breadth
+
 T, B, D, H = 12, 4, 8, 16  # iterations, rows, features, hidden units
 POLICIES = sorted(HALF)
 

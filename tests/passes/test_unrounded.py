@@ -14,6 +14,8 @@ from programs import normal, weights
 
 from jmp_rewrite import mixed_precision, use_passes
 
+pytestmark = pytest.mark.breadth
+
 T, D, F = 64, 32, 96  # tokens, features, features of the hidden layer
 LAYERS = 12
 POLICIES = ["mixed_bfloat16", "mixed_float16"]

@@ -15,6 +15,8 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, full_precision, mixed_precision, use_passes
 
+pytestmark = pytest.mark.breadth
+
 T, B, H = 6, 16, 32  # iterations, rows, hidden units
 POLICIES = sorted(HALF)
 

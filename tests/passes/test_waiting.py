@@ -18,6 +18,8 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
+pytestmark = pytest.mark.breadth
+
 POLICIES = sorted(HALF)
 
 

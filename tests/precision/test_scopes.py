@@ -14,6 +14,8 @@ from jax.interpreters import mlir
 
 from jmp_rewrite import Policy, full_precision, mixed_precision
 
+pytestmark = pytest.mark.breadth
+
 W = jnp.eye(4) * 0.3
 X = jnp.arange(8.0).reshape(2, 4) / 8
 BF16 = "mixed_bfloat16"

@@ -29,6 +29,8 @@ from programs import normal, weights
 from jmp_rewrite import _compat, mixed_precision, use_passes
 from jmp_rewrite._passes.by_device import Where, by_device
 
+pytestmark = pytest.mark.breadth
+
 T, D = 16, 32  # tokens and features; 48 is the width of the hidden layer
 OPTIMIZER = optax.sgd(0.1)
 
