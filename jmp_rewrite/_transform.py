@@ -18,7 +18,7 @@ import numpy as np
 from jax import tree_util
 from jax.extend import core as jex
 
-from jmp_rewrite import _compat, _keras, _passes
+from jmp_rewrite import _collector, _compat, _keras, _passes
 from jmp_rewrite._arguments import (
     Static,
     hide,
@@ -469,6 +469,7 @@ def decide(
     return plan
 
 
+@_collector.held()
 def _decide(
     closed: Any,
     policy: Policy,
@@ -518,6 +519,7 @@ def _decide(
     return plan, used | matched(policy, (n.place.path for n in graph.nodes))
 
 
+@_collector.held()
 def optimized(
     plan: _plan.Plan,
     choice: _passes.Choice | None = None,

@@ -12,6 +12,7 @@ PACKAGE = pathlib.Path(jmp_rewrite.__file__).parent
 # A room imports from itself and from rooms above it; `__init__` hands names on.
 ROOMS = (
     "_rules",
+    "_collector",
     "_compat",
     "_source",
     "_units",

@@ -1,6 +1,7 @@
 """`mixed_precision` as a function of functions: forms, arguments, caches, errors."""
 
 import functools
+import gc
 import inspect
 import re
 import traceback
@@ -687,3 +688,25 @@ def test_names_the_call_in_messages():
     """The name of the library's functions is in no message that users get."""
     message = str(raised(mixed_precision(branches, "mixed_bfloat16"), X))
     assert not re.search(r"\b(fresh|wrapped)\b(?!/)", message)  # but as a folder
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(is_on):
+    """It is held while a program is rewritten, and not while the user's code runs."""
+    seen = []
+
+    def fun(x):
+        seen.append(gc.isenabled())
+        return x @ x
+
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        jax.make_jaxpr(mixed_precision(fun, "mixed_bfloat16"))(jnp.ones((8, 8)))
+        assert gc.isenabled() == is_on
+        with pytest.raises(ZeroDivisionError):
+            mixed_precision(lambda x: x / (1 // 0), "mixed_bfloat16")(jnp.ones(8))
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+    assert seen and set(seen) == {is_on}
