@@ -41,19 +41,40 @@ hypothesis.settings.load_profile("jmp_rewrite")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves two cases in three of tests of breadth to the slow ones.
-
-    A test of one law over many programs takes a third of them, at least one; the same
-    third each time, by a checksum of their names, so that no parameter is left out.
-    """
+    """Leaves two cases in three of tests of breadth to the slow ones."""
     tests = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("breadth") and hasattr(item, "callspec"):
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in cases[-(-len(cases) // 3) :] if len(cases) > 2 else ():
-            item.add_marker(pytest.mark.slow)
+        quick = a_third(cases)
+        for item in cases:
+            if item not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def a_third(cases):
+    """A third of a test's cases, the same ones each time, by a checksum of their names.
+
+    Each value of a parameter is among them that has no more values than that.
+    """
+    cases = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+    third = -(-len(cases) // 3)
+    values = collections.defaultdict(set)
+    for item in cases:
+        for name, index in item.callspec.indices.items():
+            values[name].add(index)
+    covered = {name for name, found in values.items() if len(found) <= third}
+    kept, seen = set(), set()
+    for item in cases:
+        new = {(n, i) for n, i in item.callspec.indices.items() if n in covered}
+        if not new <= seen:
+            kept.add(item)
+            seen |= new
+    for item in cases:
+        if len(kept) < third:
+            kept.add(item)
+    return kept
 
 
 @pytest.fixture

@@ -15,8 +15,6 @@ from programs import normal
 from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
 from jmp_rewrite._diagnose import progress, results
 
-pytestmark = pytest.mark.breadth
-
 PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "planted_faults.py"
 
 
@@ -38,6 +36,7 @@ def standard_promotion():
         yield
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("fault", "policy"),
     [pytest.param(f, p, id=f"{f.name}-{p}") for f in FAULTS.FAULTS for p in f.dtypes],

@@ -21,10 +21,7 @@ from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._policy import Policy
 
-pytestmark = [
-    pytest.mark.breadth,
-    pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
 
 # What one `jit` fuses, XLA:CPU may round in another place, in the last bit of float32.
 FUSED = 1e-6
@@ -96,6 +93,7 @@ def alike(shadows, original):
             assert relative_error([shadow], [expected]) < FUSED
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_both_programs(program):
     pairs, rewritten, original, findings = both(
@@ -172,6 +170,7 @@ def nested(x, w):
     return lax.scan(outer, x, None, length=4)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("few", [0, 2, 64], ids=["compiled", "both", "by equation"])
 @pytest.mark.parametrize("loop", [long_scan, backwards, converging, branching, nested])
 def test_loops(monkeypatch, few, loop):
@@ -228,6 +227,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards(name):
     x, w = normal(4, W), normal(W, W)

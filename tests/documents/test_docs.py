@@ -17,8 +17,6 @@ from test_readme import users_jax as users_jax
 
 import jmp_rewrite
 
-pytestmark = pytest.mark.breadth
-
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 WITH_PYTHON = [page for page in PAGES if blocks("python", page.read_text())]
 PUBLIC = {
@@ -80,6 +78,7 @@ def test_every_public_attribute_is_described(name):
 # ---- what the pages say
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_python_blocks_run_in_order(page, users_jax, tmp_path, monkeypatch):
     text = page.read_text()

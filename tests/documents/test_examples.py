@@ -6,8 +6,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.breadth
-
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
 DIGITS = ("--epochs", "1", "--width", "4", "--batch", "256")
@@ -69,6 +67,7 @@ def test_these_are_all():
     assert set(re.findall(r"\]\((\w+)\.py\)", text)) == set(EXAMPLES)
 
 
+@pytest.mark.breadth
 @each
 def test_runs_small(name, run_python):
     """Every line has the words of one in the docstring, in the same order."""

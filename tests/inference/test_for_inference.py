@@ -25,8 +25,6 @@ from jmp_rewrite import (
     mixed_precision,
 )
 
-pytestmark = pytest.mark.breadth
-
 BF16 = "mixed_bfloat16"
 POLICIES = tuple(HALF)
 
@@ -97,6 +95,7 @@ def test_a_stored_weight_is_read_as_it_is():
     assert len(of_weights) == 2
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     "program", [p for p in PROGRAMS if p.grad], ids=lambda p: p.name
 )

@@ -25,8 +25,6 @@ from jax.sharding import PartitionSpec
 import jmp_rewrite as jmpr
 from jmp_rewrite import Policy, compute_dtype, half_precision, mixed_precision
 
-pytestmark = pytest.mark.breadth
-
 BF16 = "mixed_bfloat16"
 POLICIES = tuple(HALF)
 attend = half_precision(flash)
@@ -273,6 +271,7 @@ def test_whole_steps(policy):
     assert relative_error(got, want) < 0.01
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("transform", [lambda f: f, jax.checkpoint, jax.jit])
@@ -290,6 +289,7 @@ def test_derivatives(transform, outside, policy):
     assert relative_error(got, want) < 0.03
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_over_layers(policy, remat):

@@ -10,8 +10,6 @@ from judge import Judge
 
 from jmp_rewrite import mixed_precision_jaxpr
 
-pytestmark = pytest.mark.breadth
-
 # Where the law does not hold (docs/precision.md): JAX 0.10 writes the derivative
 # of `tanh` as five equations, and the second derivative through steps of an optimizer
 # rounds between them in float16: 1.6 and 1.8 times the error by hand were measured.
@@ -22,6 +20,7 @@ def explain(found):
     return "; ".join(str(v) for v in found if not v.holds)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
@@ -40,6 +39,7 @@ def test_what_multiplies_an_error(case, form, policy, device):
         assert all(v.holds for v in found), explain(found)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("program", SUITED, ids=str)
 def test_programs(program, policy):

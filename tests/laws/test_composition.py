@@ -28,8 +28,6 @@ from jmp_rewrite import (
 )
 from jmp_rewrite._graph import computed_once
 
-pytestmark = pytest.mark.breadth
-
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 WIDTH, BATCH, STEPS = 32, 128, 24
 
@@ -210,6 +208,7 @@ def trained(make, policy):
     return states, losses
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("make", RECIPES)
 def test_trains_like_float32(make):
     """Every loss along the way, within three times the largest difference seen."""
@@ -222,6 +221,7 @@ def test_trains_like_float32(make):
     assert before == after
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", RECIPES)
 def test_products_are_half(make, policy):
@@ -278,6 +278,7 @@ CHECKPOINT_POLICIES = {
 }
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", CHECKPOINT_POLICIES)
 @pytest.mark.parametrize("decorate", ["step", "loss"])
 def test_checkpoint_policies_save_what_they_did(name, decorate):

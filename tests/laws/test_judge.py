@@ -17,8 +17,6 @@ from judge import EPS, Judge
 
 from jmp_rewrite import mixed_precision_jaxpr
 
-pytestmark = pytest.mark.breadth
-
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 EXACT = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 0}
 RNG = np.random.RandomState(0)
@@ -137,6 +135,7 @@ def test_two_calls_of_one_function_are_two():
     same(found, first, half(W) @ half(X))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("program", SUITED, ids=str)
 def test_programs_are_evaluated(program):
     """The evaluator agrees with JAX, and the reference with both."""
@@ -182,6 +181,7 @@ def test_devices_read_what_is_theirs():
         same(found, *(X if e else half(X) for e in exact))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("program", "policy"), list(zip(SUITED, itertools.cycle(POLICIES), strict=False))
 )

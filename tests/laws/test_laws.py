@@ -31,10 +31,7 @@ DIFFERENTIABLE = [p for p in PROGRAMS if p.grad]
 # Results are compared by norm; a chain of products of width 8 stays below 32 roundings.
 ROUNDINGS = 32
 
-pytestmark = [
-    pytest.mark.breadth,
-    pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +50,7 @@ def only_arrays(fun):
     return lambda *a: arrays(fun(*a))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", [*POLICIES, "float32"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_same_signature(program, policy):
@@ -76,6 +74,7 @@ def test_no_op(program):
     assert mixed_precision_jaxpr(plain, "float32") is plain
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_idempotent(program, policy):
@@ -95,6 +94,7 @@ def test_inner_policy_decides(program):
     assert shape_of(trace(outer, *args)) == shape_of(trace(fun, *args))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_jit_outside_and_inside(program, policy):
@@ -108,6 +108,7 @@ def test_jit_outside_and_inside(program, policy):
         assert relative_error(result, expected) < ROUNDINGS * EPS[policy]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("program", DIFFERENTIABLE, ids=repr)
 def test_grad_outside_and_inside(program, policy):
@@ -123,6 +124,7 @@ def test_grad_outside_and_inside(program, policy):
         assert relative_error(result, expected) < 2 * ROUNDINGS * EPS[policy]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("program", DIFFERENTIABLE, ids=repr)
 def test_forward_mode_and_transforms(program):
     """Law 4: jvp, vjp, checkpoint, eval_shape and compilation ahead of time."""
@@ -141,6 +143,7 @@ def test_forward_mode_and_transforms(program):
     same_types(value, compiled(*args))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_products_are_half(program, policy):

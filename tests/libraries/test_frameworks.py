@@ -17,8 +17,6 @@ from jax import lax
 
 from jmp_rewrite import Policy, explain, loss_scaling, mixed_precision, scale_loss
 
-pytestmark = pytest.mark.breadth
-
 BF16 = "mixed_bfloat16"
 # Every layer has its own width, so that a shape tells whose product it is.
 SIZES = (5, 6, 7, 3)
@@ -116,6 +114,7 @@ def train_step(net, tx=TX):
     return step
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("pattern", ["layers/1", "^layers/1/w$", ".*1.*", r"s/1\b"])
 @pytest.mark.parametrize("what", ["step", "grad", "loss"])
 def test_a_layer_of_a_tree(pattern, what):

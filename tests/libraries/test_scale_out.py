@@ -36,8 +36,6 @@ from jmp_rewrite import (
     use_passes,
 )
 
-pytestmark = pytest.mark.breadth
-
 DEVICES, WIDTH, ROWS, LAYERS = 8, 64, 32, 3
 F16 = "mixed_float16"
 TX = optax.adam(1e-2)
@@ -197,6 +195,7 @@ def on_one_device(policy):
     return step(params, TX.init(params), x, y)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
     """The same step on eight devices: values, shardings, sizes of collectives."""
@@ -544,6 +543,7 @@ def one_process():
     return losses
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("device", [None, "NVIDIA GPU", "TPU v5e"])
 @pytest.mark.parametrize("how", ["explicit", "shard_map"])
 def test_what_is_computed_again_is_sharded_like_what_is_stored(how, device):

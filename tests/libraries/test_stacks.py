@@ -13,8 +13,6 @@ from stacks import STACKS, digits
 
 from jmp_rewrite import loss_scale_state
 
-pytestmark = pytest.mark.breadth
-
 BATCH, STEPS, SEEDS = 128, 60, 3
 HALVES = ["mixed_bfloat16", "mixed_float16"]
 
@@ -42,6 +40,7 @@ def train(stack, seed):
     return float(np.mean(np.asarray(losses[-10:]))), float(right.mean())
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("make", STACKS, ids=lambda make: make.__name__)
 def test_trains_like_float32(make):
     """60 steps on 1500 images, three seeds; the loss begins at 2.3 to 2.6.

@@ -23,8 +23,6 @@ from jmp_rewrite import (
     where_applied,
 )
 
-pytestmark = pytest.mark.breadth
-
 F32_MAX = float(np.finfo(np.float32).max)
 INF, NAN = math.inf, math.nan
 
@@ -382,6 +380,7 @@ def test_finiteness_is_judged_on_true_gradients():
     assert not state.last_step_finite and bits(updates) == bits(-jnp.float32(0))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
 def test_skipped_step_changes_no_bit(bad, dtype):

@@ -20,10 +20,7 @@ from jmp_rewrite import (
 
 # Optax leans on implicit promotion; what is ours is strict all the same, because
 # tests/loss_scaling/test_loss_scale.py runs it so.
-pytestmark = [
-    pytest.mark.breadth,
-    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +171,7 @@ def bits(tree):
     return jax.tree.map(leaf, tree)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_contract(name):
     """Applied steps are the bare optimizer's, bit for bit; skipped ones are nothing."""
@@ -196,6 +194,7 @@ def test_contract(name):
     assert jax.tree.map(jax.typeof, state) == avals
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lion", "MultiSteps", "adafactor"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_parameters_keep_all_dtypes(name, dtype):

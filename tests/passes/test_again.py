@@ -28,8 +28,6 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, mixed_precision, use_passes
 
-pytestmark = pytest.mark.breadth
-
 T, D, F = 16, 32, 48  # tokens, features, features of the hidden layer
 GPU, TPU_V5E, TPU_V6E = "cuda", "TPU v5 lite", "TPU v6 lite"
 
@@ -148,6 +146,7 @@ def test_an_argument_is_not_kept_for_it(activation):
     assert not restored(*step_of(activation))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("activation", [exact_gelu, written_gelu, jax.nn.gelu])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_gradient_is_as_good_where_it_is_computed_again(activation, gated):
@@ -409,6 +408,7 @@ def of_calls(x, y, w):
     return found
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     "fun",
     [

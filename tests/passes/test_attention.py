@@ -19,8 +19,6 @@ from jmp_rewrite import (
     use_passes,
 )
 
-pytestmark = pytest.mark.breadth
-
 POLICIES = sorted(HALF)
 B, T, H, D = 2, 24, 3, 8  # examples, places, heads, features of each
 WIDTH = H * D
@@ -158,12 +156,14 @@ def updates(values, params):
     return jax.tree.map(lambda new, old: new - old, values, params)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_the_gradients_are_as_good(rows, policy, as_tpu):
     check_gradients(step_of(rows=rows), policy)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_in_whatever_order_dimensions_are(form, as_tpu):
     check_gradients(step_of(form), "mixed_bfloat16")
@@ -247,6 +247,7 @@ def refused():
     }
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("why", refused())
 def test_what_is_another_sum_is_taken_as_it_was(why, as_tpu):
     step = step_of(*refused()[why])
@@ -325,6 +326,7 @@ def test_in_a_scan_over_checkpointed_layers(as_tpu):
     assert relative_error(values, reference) < 4 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_a_mesh(kind, as_tpu):
     """Unless the type says how an operand is laid out."""
@@ -343,6 +345,7 @@ def test_on_a_mesh(kind, as_tpu):
     )
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_in_a_shard_map(check_vma, as_tpu):
     """Each device adds up what it has; the same heads on all of them."""

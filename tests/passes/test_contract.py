@@ -17,8 +17,6 @@ from jmp_rewrite._passes import PASSES, Program
 from jmp_rewrite._passes.by_device import DEVICES, resolve
 from jmp_rewrite._passes.edit import Editor
 
-pytestmark = pytest.mark.breadth
-
 T, D, F = 16, 8, 12
 # The bound is of the whole step's results: one rounding more or less of a bfloat16.
 TOLERANCE = {"nothing": 0.0, "order of sums": 2**-8, "rounding": 2**-6}
@@ -148,6 +146,7 @@ by_pass = pytest.mark.parametrize("own", PASSES, ids=lambda p: p.name)
 by_loss = pytest.mark.parametrize("loss", LOSSES)
 
 
+@pytest.mark.breadth
 @by_loss
 @by_pass
 def test_the_contract(own, loss):
@@ -201,6 +200,7 @@ def test_other_passes_find_what_they_found(loss):
     assert alone <= together
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("device", [None, "CPU", "NVIDIA H200", "TPU v5e"])
 @pytest.mark.parametrize("loss", [attention, silu_of_a_norm])
 def test_any_device_is_as_good(loss, device):

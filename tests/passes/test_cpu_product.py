@@ -17,8 +17,6 @@ from programs import normal
 from jmp_rewrite import _compat, mixed_precision
 from jmp_rewrite._passes import Program, cpu_products, optimize
 
-pytestmark = pytest.mark.breadth
-
 # Two multiplied shapes, and what is contracted and what is mapped over in each.
 PRODUCTS = {
     "matrices": ((6, 8), (8, 4), ((1,), (0,)), ((), ())),
@@ -87,6 +85,7 @@ def optimized(eqn, params, operands):
     return _compat.evaluate(optimize(program).closed, operands)
 
 
+@pytest.mark.breadth
 @every_product
 def test_it_is_the_product_rounded_once(name, version):
     """Others are XLA's own on JAX 0.11, which may not round them at all."""
@@ -184,6 +183,7 @@ def test_shapes_may_be_symbols(numbers):
     assert relative_error(exported.call(x, y), fun(x, y)) < 0.01
 
 
+@pytest.mark.breadth
 @every_product
 def test_it_is_mapped_differentiated_and_transposed(name):
     fun, half, (x, y) = product_of(name)

@@ -10,8 +10,6 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
-pytestmark = pytest.mark.breadth
-
 POLICIES = sorted(HALF)
 B, T, H, D = 2, 6, 3, 4  # examples, places, heads, features of each
 WIDTH = H * D
@@ -108,6 +106,7 @@ def test_slices_are_of_the_product_and_parts_are_joined_for_it(way):
     assert {e.params["start_indices"][2] for e in taken} == {0, WIDTH, 2 * WIDTH}
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", (*WAYS.values(), repeated), ids=(*WAYS, "repeated"))
 def test_every_value_is_the_same(way, policy):
@@ -117,6 +116,7 @@ def test_every_value_is_the_same(way, policy):
     bit_equal(apart, without(step_of(way), params, x, policy=policy))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", (*WAYS.values(), repeated), ids=(*WAYS, "repeated"))
 def test_the_gradients_are_as_good(way, policy, as_tpu):
@@ -170,6 +170,7 @@ def strided(h):
     return h[:, ::2] @ jnp.ones((3, 3)), h[:, 1] @ jnp.ones((3, 3))
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("take", [gap, last, overlapping, strided])
 def test_gaps_are_zeros_and_what_is_no_part_is_left(take):
     w, x = (jnp.asarray(normal(*s)) for s in ((8, 24), (T, 8)))
@@ -206,6 +207,7 @@ def scanned(fun):
     return layers
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, scanned])
 def test_inside_of_other_jaxprs(wrap, as_tpu):
     params, x = arguments()
@@ -214,6 +216,7 @@ def test_inside_of_other_jaxprs(wrap, as_tpu):
     assert relative_error(values, step(params, x)) < 2 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_a_mesh(kind, as_tpu):
     """Where the type says how the product is laid out, it is left alone."""

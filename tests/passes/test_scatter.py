@@ -77,6 +77,7 @@ def labels(mode, dtype):
     return np.random.default_rng(0).integers(least, most, (3, 4, 1)).astype(dtype)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fun", SELECTED)

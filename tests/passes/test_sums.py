@@ -16,8 +16,6 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
-pytestmark = pytest.mark.breadth
-
 T, B, D, H = 12, 4, 8, 16  # iterations, rows, features, hidden units
 POLICIES = sorted(HALF)
 
@@ -119,6 +117,7 @@ def in_loops():
     return run
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize(
     ("cell", "reverse", "policy"),
     [
@@ -161,6 +160,7 @@ def _less(result, params):
     )
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("cell", ["OptimizedLSTMCell", "LSTMCell", "GRUCell"])
 def test_cells_of_flax(cell, in_loops):
     model = nn.RNN(getattr(nn, cell)(H))
@@ -301,6 +301,7 @@ NO_SUMS = [
 ]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("body", NO_SUMS)
 def test_what_is_more_than_a_sum_stays(body):
     def step(w, xs):
@@ -394,6 +395,7 @@ def test_inside_an_epoch(in_loops):
     assert inner == [1, 2]  # the state; its cotangent, and a bias' float32 sum
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("wrap", ["vmap", "checkpoint", "jit", "unroll"])
 def test_with_other_transformations(wrap, in_loops):
     step, params, xs, y = recurrent("gated", unroll=4 if wrap == "unroll" else 1)

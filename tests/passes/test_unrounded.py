@@ -14,8 +14,6 @@ from programs import normal, weights
 
 from jmp_rewrite import mixed_precision, use_passes
 
-pytestmark = pytest.mark.breadth
-
 T, D, F = 64, 32, 96  # tokens, features, features of the hidden layer
 LAYERS = 12
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
@@ -70,6 +68,7 @@ def test_gradients_are_more_exact_on_a_cpu(policy, rounded):
     assert on_a_cpu < 0.95 * error()  # 0.92 and 0.93; of a BERT 0.77
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("outside", [False, True], ids=["step", "gradient outside"])

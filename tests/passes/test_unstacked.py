@@ -15,8 +15,6 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, full_precision, mixed_precision, use_passes
 
-pytestmark = pytest.mark.breadth
-
 T, B, H = 6, 16, 32  # iterations, rows, hidden units
 POLICIES = sorted(HALF)
 
@@ -173,6 +171,7 @@ def cube(y):
     return y * y * y
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("last", [jnp.log, jnp.sqrt, beyond_one, cube])
 def test_what_was_asked_for_in_float32_is_not_made_of_half(
@@ -286,6 +285,7 @@ def test_two_loops_of_one_body():
     assert relative_error(found, jax.jit(step)(params, xs)) < EPS["mixed_bfloat16"] * 4
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.checkpoint])
 def test_with_other_transformations(wrap, with_all_stacks):
     args = arguments()

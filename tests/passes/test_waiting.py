@@ -18,8 +18,6 @@ from programs import normal, weights
 
 from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
-pytestmark = pytest.mark.breadth
-
 POLICIES = sorted(HALF)
 
 
@@ -145,6 +143,7 @@ def test_zeros_are_filled_when_something_is_added(name, shapes, tied):
     assert found == tied
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_gpu_computes_the_same(name, policy):
@@ -160,6 +159,7 @@ def test_a_gpu_computes_the_same(name, policy):
     assert relative_error(change[1], exact) < 8 * EPS[policy]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_mapped_and_differentiated(name):
     loss, arguments = PROGRAMS[name]

@@ -65,6 +65,7 @@ def test_a_gradient_that_is_moved_is_moved_in_half(index):
     assert dtypes_out(moved) == ["bfloat16"] and moved.params["unique_indices"]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("index", MEETING)
 def test_a_gradient_that_may_be_added_up_is_added_up_in_float32(index):
     assert not scatters(MEETING[index], "scatter")

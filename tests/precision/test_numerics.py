@@ -23,8 +23,6 @@ from programs import OPTIMIZERS, W, cross_entropy, mlp, mlp_args, normal, weight
 
 from jmp_rewrite import Policy, mixed_precision
 
-pytestmark = pytest.mark.breadth
-
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 both = pytest.mark.parametrize("policy", POLICIES)
 

@@ -14,8 +14,6 @@ from jax.interpreters import mlir
 
 from jmp_rewrite import Policy, full_precision, mixed_precision
 
-pytestmark = pytest.mark.breadth
-
 W = jnp.eye(4) * 0.3
 X = jnp.arange(8.0).reshape(2, 4) / 8
 BF16 = "mixed_bfloat16"
@@ -467,6 +465,7 @@ def test_infer_makes_exp_half():
         assert dtypes_in(exp) == dtypes_out(exp) == [expected]
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("category", ["allow", "infer", "deny", "clear"])
 @pytest.mark.parametrize(
     "name",

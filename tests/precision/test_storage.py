@@ -29,8 +29,6 @@ from programs import normal, weights
 from jmp_rewrite import _compat, mixed_precision, use_passes
 from jmp_rewrite._passes.by_device import Where, by_device
 
-pytestmark = pytest.mark.breadth
-
 T, D = 16, 32  # tokens and features; 48 is the width of the hidden layer
 OPTIMIZER = optax.sgd(0.1)
 
@@ -206,6 +204,7 @@ def test_the_residual_stream_is_half(kind):
     assert gradients >= 2 * layers - 1
 
 
+@pytest.mark.breadth
 @every_step
 @pytest.mark.parametrize("policy", HALF)
 def test_interiors_are_float32(kind, policy):
@@ -455,6 +454,7 @@ def test_a_generation_of_tpus_reads_its_own(version, on, reads_again):
         assert not _compat.is_for(context, on)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("compared", ["logistic", "sum", "moved"])
 def test_what_is_compared_is_the_same_on_every_platform(compared):
     """A maximum equals what it was picked from, whichever of the two is read.
