@@ -136,7 +136,16 @@ def _def_use(eqns: Sequence[Any], outvars: Sequence[Any]) -> _DefUse:
 
 
 class _Edits:
-    """What is to become of a body."""
+    """What is to become of a body.
+
+    Attributes:
+      before: index -> equations to put before that one.
+      after: index -> equations to put behind it.
+      operands: (index, position) -> what it reads there.
+      instead: index -> what stands in its place.
+      params: index -> other parameters.
+      gone: a result of what is replaced -> what is read in its place.
+    """
 
     def __init__(self) -> None:
         self.before: dict[int, list[Any]] = {}
@@ -144,9 +153,16 @@ class _Edits:
         self.operands: dict[tuple[int, int], Any] = {}
         self.instead: dict[int, list[Any]] = {}
         self.params: dict[int, dict[str, Any]] = {}
+        self.gone: dict[Any, Any] = {}
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
+
+    def instead_of(self, atom: Any) -> Any:
+        """Returns what all read, new equations as well, in place of what is gone."""
+        while not isinstance(atom, jex.Literal) and atom in self.gone:
+            atom = self.gone[atom]
+        return atom
 
 
 class Editor:
@@ -325,8 +341,7 @@ class Editor:
         eqn = body.eqns[index]
         eqns, outs = self._spliced(eqn, fun, operands, static)
         body.edits.instead[index] = eqns
-        for old, new in zip(eqn.outvars, outs, strict=True):
-            self.read_instead(body, old, new)
+        body.edits.gone.update(zip(eqn.outvars, outs, strict=True))
 
     def put(
         self, body: Body, index: int, eqns: Sequence[Any], outs: Sequence[Any]
@@ -342,9 +357,8 @@ class Editor:
         self.done[self._name] += 1
         self._is_rewired = True
         body.edits.instead[index] = list(eqns)
-        for old, new in zip(body.eqns[index].outvars, outs, strict=True):
-            if new is not old:
-                self.read_instead(body, old, new)
+        pairs = zip(body.eqns[index].outvars, outs, strict=True)
+        body.edits.gone.update((old, new) for old, new in pairs if new is not old)
 
     def jaxpr_of(self, body: Body) -> Any:
         """Returns the open jaxpr of a body, with all edits that are applied."""
@@ -452,6 +466,9 @@ class Editor:
         body.outvars = [
             edits.operands.get((-1, p), v) for p, v in enumerate(body.outvars)
         ]
+        if edits.gone:
+            eqns = [_reading(eqn, edits.instead_of) for eqn in eqns]
+            body.outvars = [edits.instead_of(v) for v in body.outvars]
         body.eqns, body.is_changed = eqns, True
         body._index()
         before = body.held
@@ -473,6 +490,14 @@ class Editor:
         for body in self._order:  # what is called before its callers
             made[body] = _rebuilt(body, made, plain)
         return _in_place_of(self._closed, made[self._top])
+
+
+def _reading(eqn: Any, instead_of: Callable[[Any], Any]) -> Any:
+    """Returns an equation with other operands; itself if they are the same."""
+    invars = [instead_of(v) for v in eqn.invars]
+    if all(a is b for a, b in zip(invars, eqn.invars, strict=True)):
+        return eqn
+    return eqn.replace(invars=invars)
 
 
 def _edited(eqn: Any, index: int, edits: _Edits) -> Any:

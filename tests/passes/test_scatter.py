@@ -55,11 +55,30 @@ def whole_rows(mode):
     return write
 
 
+def one_into_another(mode):
+    """The updates of the second scatter are what the first one made."""
+
+    def write(values, y):
+        at = jnp.arange(3), y[:, 0, 0]
+        rows = jnp.zeros((3, 6)).at[at].set(values[:, 0, 0], mode=mode)
+        return jnp.zeros((3, 4, 6)).at[at].set(rows, mode=mode)
+
+    return write
+
+
 def inside_a_call(mode):
     return lambda values, y: jax.jit(by_arange(mode))(values, y)
 
 
-SELECTED = (by_row, by_arange, by_columns, mapped, whole_rows, inside_a_call)
+SELECTED = (
+    by_row,
+    by_arange,
+    by_columns,
+    mapped,
+    whole_rows,
+    one_into_another,
+    inside_a_call,
+)
 
 
 def optimized(fun, *args):
