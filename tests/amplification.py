@@ -1,7 +1,9 @@
 """Random programs that multiply an error of rounding, judged by the law of `judge.py`.
 
 `python tests/amplification.py 1000 --seed 5` draws a thousand programs, and prints each
-that breaks the law, shrunk, as code that `laws/test_amplification.py` can hold.
+that breaks the law, shrunk, as code that `laws/test_amplification.py` can hold. What is
+off by more than the law allows beside a careful expert alone (`by_hand`) is counted
+apart.
 """
 
 from __future__ import annotations
@@ -197,12 +199,12 @@ class Failure(NamedTuple):
     verdicts: list[Verdict]
 
 
-def judge(program: Program) -> Judge | None:
+def judge(program: Program, careful: bool = True) -> Judge | None:
     """Returns the judge of a program; None if it is no reasonable one."""
     fun, args = function(program), arguments(0)
     shapes = {"forward": fun, "step": _step(fun)}
     closed = trace(shapes.get(program.form, _gradient(fun)), args)
-    found = Judge(closed, lambda seed: list(arguments(seed)))
+    found = Judge(closed, lambda seed: list(arguments(seed)), careful)
     return found if _is_reasonable(found, "reference") else None
 
 
@@ -210,9 +212,10 @@ def failures(
     program: Program,
     policies: Sequence[str] = POLICIES,
     devices: Sequence[str] = DEVICES,
+    careful: bool = True,
 ) -> Iterator[Failure | None]:
     """Yields what breaks the law; None for each policy under which by hand does."""
-    judged = judge(program)
+    judged = judge(program, careful)
     for policy in policies:
         half = DTYPES[policy]
         if judged is None or not _is_reasonable(judged, half):
@@ -251,7 +254,7 @@ def _is_reasonable(judged: Judge, half: Any) -> bool:
 # ---- how they are shrunk
 
 
-def shrink(failure: Failure, tries: int = 100) -> Failure:
+def shrink(failure: Failure, careful: bool = True, tries: int = 100) -> Failure:
     """Returns a smaller program that breaks the law under the same policy and device.
 
     Statements are dropped and what reads them reads their operands; blocks of loops are
@@ -267,7 +270,9 @@ def shrink(failure: Failure, tries: int = 100) -> Failure:
             try:
                 found = [
                     f
-                    for f in failures(program, [failure.policy], [failure.device])
+                    for f in failures(
+                        program, [failure.policy], [failure.device], careful
+                    )
                     if f is not None
                 ]
             except (TypeError, ValueError, KeyError):
@@ -387,6 +392,7 @@ def main() -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--no-shrink", action="store_true")
+    parser.add_argument("--careful", action="store_true", help="shrink these as well")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     warnings.simplefilter("ignore")
@@ -397,9 +403,12 @@ def main() -> None:
     for i in range(options.count):
         seed = options.seed + i
         found = _judged(seed, counts)
-        for failure in found[-1:]:
+        for failure, careful in found[-1:]:
+            if careful and not options.careful:
+                print(f"# seed {seed}, beside a careful expert: {failure.verdicts}")
+                continue
             if not options.no_shrink:
-                failure = shrink(failure)
+                failure = shrink(failure, careful)
             kinds[kind(failure)] += 1
             print(f"\n# seed {seed}: {failure.policy} on {failure.device}")
             print(f"# {'; '.join(map(str, failure.verdicts))}")
@@ -417,23 +426,39 @@ def _hang(*_: Any) -> None:
     raise TimeoutError(f"it took more than {LONGEST} seconds")
 
 
-def _judged(seed: int, counts: collections.Counter[str]) -> list[Failure]:
-    """Judges a program under one policy, on a CPU and one accelerator; counts it."""
+def breaks(seed: int) -> tuple[list[Failure | None], list[Failure | None]]:
+    """Judges a program under one policy, on a CPU and one accelerator.
+
+    Returns:
+      What breaks the law beside a careful expert, and of that what does so beside any.
+    """
     rng = random.Random(seed)
     policy, accelerator = rng.choice(POLICIES), rng.choice(DEVICES[1:])
+    how = draw(seed), [policy], ["cpu", accelerator]
+    found = list(failures(*how))
+    return found, list(failures(*how, careful=False)) if any(found) else []
+
+
+def _judged(seed: int, counts: collections.Counter[str]) -> list[tuple[Failure, bool]]:
+    """Judges a program and counts it; returns failures, and who is the expert."""
+    policy = random.Random(seed).choice(POLICIES)
     signal.alarm(LONGEST)
     try:
-        found = list(failures(draw(seed), [policy], ["cpu", accelerator]))
+        found, usual = breaks(seed)
     except Exception as error:  # a fuzzer goes on
         print(f"\n# seed {seed} under {policy} raised {error!r:.200}", flush=True)
         counts[f"raised {type(error).__name__}: {str(error)[:80]}"] += 1
         return []
     finally:
         signal.alarm(0)
-    broken = [f for f in found if f is not None]
+    broken = [(f, False) for f in usual if f is not None]
     counts["skipped" if None in found else "judged"] += 1
     counts["break the law"] += bool(broken)
-    return broken
+    if broken:
+        return broken
+    beside = [(f, True) for f in found if f is not None]
+    counts["beside a careful expert"] += bool(beside)
+    return beside
 
 
 if __name__ == "__main__":

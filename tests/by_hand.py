@@ -28,12 +28,12 @@ def reference(closed: Any) -> Run:
     return lambda args: _Reference()(closed, args)
 
 
-def by_hand(closed: Any, half: Any) -> Run:
+def by_hand(closed: Any, half: Any, careful: bool = True) -> Run:
     """Runs a closed float32 jaxpr as an expert's half precision would.
 
     Matrix multiplications and convolutions run on half operands, add up in float32 and
-    round to half; or to float32, where no other one of them is reached through half
-    values, as an expert asks for with `preferred_element_type`. Everything else follows
+    round to half; or to float32, where float32 code alone reads their result, as an
+    expert asks for with `preferred_element_type`. Everything else follows
     JAX's own promotion: half with half is half, with a float32 array float32, and so is
     half with a 0-d float32 array, which JAX takes for any other; with a number (a
     literal, or what is made of literals alone) half. Reductions add up in float32 and
@@ -44,6 +44,10 @@ def by_hand(closed: Any, half: Any) -> Run:
     Args:
       closed: the program.
       half: the dtype.
+      careful: what counts as float32 code. For most experts that is what reaches no
+        other product, or only through `_SHARP` code or the state of a loop. A careful
+        one asks for a float32 result as well where it is promoted to float32 on its way
+        to the next product, by a bias or a mask that is a float32 array.
 
     Returns:
       A function of the arguments. Which products have half results is found in its
@@ -57,8 +61,9 @@ def by_hand(closed: Any, half: Any) -> Run:
 
     def run(args: Sequence[Any]) -> list[np.ndarray]:
         if not seen:
-            _ByHand(half, read, seen, frozenset())(closed, args)
-        return _ByHand(half, set(), set(), frozenset(seen - read))(closed, args)
+            _ByHand(half, read, seen, frozenset(), careful)(closed, args)
+        full = frozenset(seen - read)
+        return _ByHand(half, set(), set(), full, careful)(closed, args)
 
     return run
 
@@ -154,7 +159,8 @@ class _Value(NamedTuple):
     Attributes:
       array: half, float32 or of another kind.
       weak: whether it is made of numbers alone, so that half values stay half with it.
-      made: the products from which half values lead to it.
+      made: the products from which half values lead to it; if nobody is careful, the
+        products that it is made of.
     """
 
     array: Any
@@ -184,6 +190,8 @@ _FULL = frozenset(
         "tridiagonal_solve",
     }
 )
+# Code that is float32, and whose result says little of an operand's last digits.
+_SHARP = _FULL | frozenset({"ceil", "cos", "floor", "round", "sign", "sin", "tan"})
 
 
 def _is_exact(params: Any) -> bool:
@@ -201,10 +209,14 @@ class _ByHand(Evaluator):
       read: products whose half results reach another product are added to it.
       seen: products that ran are added to it.
       full: products with a float32 result.
+      careful: as for `by_hand`.
     """
 
-    def __init__(self, half: Any, read: set[Any], seen: set[Any], full: Any) -> None:
+    def __init__(
+        self, half: Any, read: set[Any], seen: set[Any], full: Any, careful: bool
+    ) -> None:
         self.half, self.read, self.seen, self.full = half, read, seen, full
+        self.careful = careful
         self.path: tuple[int, ...] = ()
 
     def hold(self, x: Any) -> _Value:
@@ -258,7 +270,10 @@ class _ByHand(Evaluator):
             ]
         weak = bool(floats) and not strong
         outs = super().compute(eqn, [self.carry(x).array for x in values])
-        return [_Value(x, weak) for x in outs]
+        made = frozenset()
+        if not (self.careful or name in _SHARP):
+            made = made.union(*(x.made for x in values))
+        return [_Value(x, weak, made if x.dtype == F32 else frozenset()) for x in outs]
 
     def _product(self, eqn: Any, values: list[_Value]) -> _Value:
         key = (*self.path, id(eqn))

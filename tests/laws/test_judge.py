@@ -57,6 +57,33 @@ def test_half_with_float32_is_float32():
     same(found, half(half(X) @ half(W) + X) @ half(V))
 
 
+@pytest.mark.parametrize("careful", [True, False])
+def test_who_asks_for_a_float32_result(careful):
+    """A careful expert, where a float32 array is added before the next product."""
+    closed = trace(lambda x, w, v: (x @ w + x) @ v, (X, W, V))
+    product = half(X) @ half(W)
+    expected = half((product if careful else half(product)) + X) @ half(V)
+    same(by_hand(closed, bf16, careful)([X, W, V]), expected)
+
+
+@pytest.mark.parametrize("careful", [True, False])
+def test_what_no_product_reads_is_float32_by_any_hand(careful):
+    """Not through a decomposition or a comparison either, nor in a loop's state."""
+
+    def fun(x, w, v):
+        step = lambda c, _: (c + x @ w, None)  # noqa: E731
+        chosen = jnp.where(x @ w > 0, x, v) @ v
+        solved = jnp.linalg.inv(x @ w + 9 * jnp.eye(8, dtype=f32)) @ v
+        return chosen, solved, lax.scan(step, x, None, length=2)[0] @ v
+
+    product = half(X) @ half(W)
+    found = by_hand(trace(fun, (X, W, V)), bf16, careful)([X, W, V])
+    inverse = np.linalg.inv(product + 9 * np.eye(8))
+    same(found[:1], half(np.where(product > 0, X, V)) @ half(V))
+    np.testing.assert_allclose(found[1], half(inverse) @ half(V), atol=2e-2)
+    same(found[2:], half(X + product + product) @ half(V))
+
+
 def test_half_with_a_number_is_half():
     found = run(lambda x, w, v: ((x @ w) * 0.3 + 1e-8) @ v, X, W, V)
     scaled = half(half(half(X) @ half(W)) * half(0.3))
