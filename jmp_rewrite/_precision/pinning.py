@@ -35,7 +35,7 @@ from jmp_rewrite._precision.pins import (
     Pins,
 )
 from jmp_rewrite._precision.products import exact_products
-from jmp_rewrite._precision.readers import offsets, read_sharply, summed_gradients
+from jmp_rewrite._precision.readers import differences, read_sharply, summed_gradients
 from jmp_rewrite._rules import Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
@@ -146,7 +146,7 @@ def _pin_read_unrounded(
     """Pins what is read by code that multiplies an error."""
     sharp = read_sharply(graph, products)
     small = statistics(graph, pins.categories)
-    held = {n: r for n, r in offsets(graph, made, small).items() if n not in sharp}
+    held = {n: r for n, r in differences(graph, made, small).items() if n not in sharp}
     reasons = {
         n: f"full: read unrounded by {graph.nodes[reader].name}"
         for n, reader in sharp.items()
