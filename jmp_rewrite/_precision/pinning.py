@@ -27,6 +27,7 @@ from jmp_rewrite._precision import (
 from jmp_rewrite._precision.local import KERNEL_EDGES, Local
 from jmp_rewrite._precision.origins import leads_to_product, statistics
 from jmp_rewrite._precision.pins import (
+    ADDED,
     EXACT,
     NO_PRODUCT,
     STATE,
@@ -35,7 +36,12 @@ from jmp_rewrite._precision.pins import (
     Pins,
 )
 from jmp_rewrite._precision.products import exact_products
-from jmp_rewrite._precision.readers import differences, read_sharply, summed_gradients
+from jmp_rewrite._precision.readers import (
+    differences,
+    read_sharply,
+    summed_gradients,
+    sums_with_exact,
+)
 from jmp_rewrite._rules import Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
@@ -156,6 +162,7 @@ def _pin_read_unrounded(
     _pin_all(pins, {n: r for n, r in reasons.items() if n not in products}, blame)
     pins.read_by = {n: r for n, r in reasons.items() if n in products}
     pins.blame |= {n: blame[n] for n in pins.read_by if pins.full[n] is None}
+    _pin_all(pins, dict.fromkeys(sums_with_exact(graph, made), ADDED))
 
 
 def _pin_the_rest(

@@ -99,6 +99,24 @@ def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]
     return found
 
 
+def sums_with_exact(graph: Graph, made: set[int]) -> set[int]:
+    """Returns the made nodes that an exact array of their size is added to.
+
+    A rounding would be one of that array as well: it comes before the sum.
+    """
+
+    def is_exact(value: Value, size: int) -> bool:
+        own = value.node not in made and value.made_of_data and not is_zero(value)
+        return own and elements([value.aval]) == size
+
+    return {
+        n.index
+        for n in graph.nodes
+        if n.name in ("add", "sub") and n.index in made and not is_backward(n)
+        if any(is_exact(v, elements(n.avals)) for v in n.inputs)
+    }
+
+
 def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int, int]:
     """Returns the cotangents that a returned gradient is a sum of, and that sum.
 

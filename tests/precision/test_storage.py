@@ -200,7 +200,8 @@ def test_the_residual_stream_is_half(kind):
                 carried = [v.aval for v in eqn.outvars if v.aval.shape == (T, D)]
                 assert [str(a.dtype) for a in carried] == [half]
     layers = 1 if "scan" in kind else 2
-    assert streams >= 2 * layers
+    # The first sum is with the exact argument, and rounded before it.
+    assert streams >= 2 * layers - 1
     assert gradients >= 2 * layers - 1
 
 
