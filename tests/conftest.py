@@ -56,21 +56,56 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 20)
 
 
+# What tests marked `passes` run with beside the default: no passes, and the program
+# that each kind of device is given.
+SWITCHED = {
+    "no_passes": ("none", None),
+    "CPU": ("all", "CPU"),
+    "H200": ("all", "NVIDIA H200"),
+    "v4": ("all", "TPU v4"),
+    "v5e": ("all", "TPU v5e"),
+}
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.definition.get_closest_marker("passes"):
+        metafunc.fixturenames.append("switched")
+        metafunc.parametrize("switched", ["all", *SWITCHED], indirect=True)
+
+
+@pytest.fixture
+def switched(request):
+    """Runs a test with other passes than the default ones, or for another device."""
+    if request.param == "all":
+        yield
+        return
+    import jmp_rewrite
+
+    passes, device = SWITCHED[request.param]
+    with jmp_rewrite.use_passes(passes, device=device):
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Leaves most cases of tests of breadth to the slow ones."""
     tests = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("breadth") and hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        quick = some(cases, *cases[0].get_closest_marker("breadth").args)
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        marker = item.get_closest_marker("breadth")
+        if params.get("switched", "all") != "all":
+            tests[item.path, 40].append(item)
+        elif marker and params:
+            name = item.nodeid.partition("[")[0]
+            tests[name, marker.kwargs.get("one_in", 4)].append(item)
+    for (_, one_in), cases in tests.items():
+        quick = some(cases, one_in)
         for item in cases:
             if item not in quick:
                 item.add_marker(pytest.mark.slow)
 
 
-def some(cases, one_in=4):
+def some(cases, one_in):
     """Some of a test's cases, the same ones each time, by a checksum of their names.
 
     Each value of a parameter is among them that has no more values than that.
