@@ -5,6 +5,7 @@ errors here. Users' own models run under JAX's defaults.
 """
 
 import collections
+import gc
 import importlib.util
 import os
 import pathlib
@@ -16,8 +17,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("MPLBACKEND", "agg")
 # Most of the time goes to compiling programs that run once: LLVM need not optimize what
-# XLA made of them, which changes no dtype, no fusion and no kernel.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# XLA made of them, nor split it among threads, which changes no dtype, no fusion and no
+# kernel.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 # Two workers and the next run share what was compiled, however small it is.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
@@ -39,32 +45,78 @@ hypothesis.settings.register_profile("jmp_rewrite", deadline=None)
 hypothesis.settings.load_profile("jmp_rewrite")
 
 
+def pytest_collection_finish():
+    """Lets the garbage collector look less often, and never at what was imported.
+
+    Tracing makes many objects that live: with Python's thresholds the collector takes
+    a seventh of the suite's time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
+# What tests marked `passes` run with beside the default: no passes, and the program
+# that each kind of device is given.
+SWITCHED = {
+    "no_passes": ("none", None),
+    "CPU": ("all", "CPU"),
+    "H200": ("all", "NVIDIA H200"),
+    "v4": ("all", "TPU v4"),
+    "v5e": ("all", "TPU v5e"),
+}
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.definition.get_closest_marker("passes"):
+        metafunc.fixturenames.append("switched")
+        metafunc.parametrize("switched", ["all", *SWITCHED], indirect=True)
+
+
+@pytest.fixture
+def switched(request):
+    """Runs a test with other passes than the default ones, or for another device."""
+    if request.param == "all":
+        yield
+        return
+    import jmp_rewrite
+
+    passes, device = SWITCHED[request.param]
+    with jmp_rewrite.use_passes(passes, device=device):
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Leaves two cases in three of tests of breadth to the slow ones."""
+    """Leaves most cases of tests of breadth to the slow ones."""
     tests = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("breadth") and hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        quick = a_third(cases)
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        marker = item.get_closest_marker("breadth")
+        if params.get("switched", "all") != "all":
+            tests[item.path, 40].append(item)
+        elif marker and params:
+            name = item.nodeid.partition("[")[0]
+            tests[name, marker.kwargs.get("one_in", 4)].append(item)
+    for (_, one_in), cases in tests.items():
+        quick = some(cases, one_in)
         for item in cases:
             if item not in quick:
                 item.add_marker(pytest.mark.slow)
 
 
-def a_third(cases):
-    """A third of a test's cases, the same ones each time, by a checksum of their names.
+def some(cases, one_in):
+    """Some of a test's cases, the same ones each time, by a checksum of their names.
 
     Each value of a parameter is among them that has no more values than that.
     """
     cases = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
-    third = -(-len(cases) // 3)
+    enough = -(-len(cases) // one_in)
     values = collections.defaultdict(set)
     for item in cases:
         for name, index in item.callspec.indices.items():
             values[name].add(index)
-    covered = {name for name, found in values.items() if len(found) <= third}
+    covered = {name for name, found in values.items() if len(found) <= enough}
     kept, seen = set(), set()
     for item in cases:
         new = {(n, i) for n, i in item.callspec.indices.items() if n in covered}
@@ -72,7 +124,7 @@ def a_third(cases):
             kept.add(item)
             seen |= new
     for item in cases:
-        if len(kept) < third:
+        if len(kept) < enough:
             kept.add(item)
     return kept
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # All kept programs together; the oldest go first.
-_MOST_BYTES = 2**29
+MOST_BYTES = 2**29
 
 
 class Compiled(NamedTuple):
@@ -60,13 +60,13 @@ def load(name: str) -> Compiled | None:
     return Compiled(text, answer)
 
 
-def save(name: str, compiled: Compiled) -> None:
-    """Keeps a program; a full disk is no error."""
+def save(name: str, compiled: Compiled, most_bytes: int = MOST_BYTES) -> None:
+    """Keeps a program, and of all of them so many bytes; a full disk is no error."""
     path = folder() / name
     try:
         _write(path.with_suffix(".gz"), gzip.compress(compiled.text.encode(), 3))
         _write(path.with_suffix(".json"), json.dumps(compiled.answer).encode())
-        _forget_oldest(folder().glob("*.gz"))
+        _forget_oldest(folder().glob("*.gz"), most_bytes)
     except OSError:
         pass
 
@@ -78,11 +78,11 @@ def _write(path: pathlib.Path, content: bytes) -> None:
     os.replace(file.name, path)
 
 
-def _forget_oldest(paths: Iterable[pathlib.Path]) -> None:
+def _forget_oldest(paths: Iterable[pathlib.Path], most_bytes: int) -> None:
     sizes = {path: path.stat() for path in paths}
     total = sum(s.st_size for s in sizes.values())
     for path in sorted(sizes, key=lambda p: sizes[p].st_mtime):
-        if total <= _MOST_BYTES:
+        if total <= most_bytes:
             break
         total -= sizes[path].st_size
         path.with_suffix(".json").unlink(missing_ok=True)

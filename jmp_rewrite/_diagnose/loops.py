@@ -32,10 +32,6 @@ from jmp_rewrite._diagnose.states import (
     types_of,
 )
 
-# A scan of so many iterations runs equation by equation. Compiling one with all that is
-# counted took as long as 100 iterations of it (an Adam step of 150 equations, 2 cores).
-_FEW = 64
-
 
 def scan(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
     """Runs a `scan`, in the order in which it goes through its `xs`."""
@@ -51,7 +47,7 @@ def scan(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
         outs = e.evaluate(eqn.params["jaxpr"], own)
         return carry.leave(outs[:num_carry]), outs[num_carry:]
 
-    few = 0 < eqn.params["length"] <= _FEW
+    few = 0 < eqn.params["length"] <= e.few
     arrays = [p.arrays() for p in xs]
     run = _few if few and not is_traced((carry.start, arrays)) else _many
     states, stacked = run(e, eqn, step, carry.start, arrays)
@@ -174,7 +170,7 @@ def _first_rounds(e: Shadow, eqn: Any, step: Callable[..., Any], state: Any) -> 
     The state is (iterations of program and shadow, carries, whether they go on).
     """
     frames: dict[int, Frame] = {}
-    while not is_traced(state) and len(frames) < _FEW and any(state[2]):
+    while not is_traced(state) and len(frames) < e.few and any(state[2]):
         times, states, on = state
         with e.counting() as frame, e.inside(eqn):
             states, after = step(states, on)

@@ -40,6 +40,11 @@ _MOVES = frozenset(
 )
 
 
+# A loop of so many iterations runs equation by equation. Compiling one with all that is
+# counted took as long as 100 iterations of it (an Adam step of 150 equations, 2 cores).
+FEW = 64
+
+
 class Shadow:
     """An interpreter of jaxprs on pairs of a value and its shadow.
 
@@ -47,9 +52,11 @@ class Shadow:
       rows: all rows, in program order.
       frame: what is counted in the jaxpr that runs now.
       axes: mesh axes of the `shard_map` around that checks what varies over them.
+      few: how many iterations of a loop run equation by equation.
     """
 
-    def __init__(self, handlers: Mapping[str, Any]) -> None:
+    def __init__(self, handlers: Mapping[str, Any], few: int) -> None:
+        self.few = few
         self.rows: list[Row] = []
         self.frame = Frame()
         self.axes: tuple[str, ...] = ()
@@ -332,7 +339,11 @@ def _read(env: dict[Any, Pair], atom: Any) -> Pair:
 
 
 def run(
-    closed: Any, consts: Sequence[Any], args: Sequence[Any], handlers: Mapping[str, Any]
+    closed: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    handlers: Mapping[str, Any],
+    few: int = FEW,
 ) -> tuple[list[Pair], Shadow]:
     """Runs a program; returns its results with their shadows, and what happened.
 
@@ -341,8 +352,9 @@ def run(
       consts: the values of the constants.
       args: the arguments.
       handlers: how equations that hold jaxprs are run.
+      few: how many iterations of a loop run equation by equation.
     """
-    shadow = Shadow(handlers)
+    shadow = Shadow(handlers, few)
     pairs = [Pair.same(x) for x in consts]
     for number, x in enumerate(args):
         shadow.rows.append(Row(None, None, TOP, (), "argument", of=number))

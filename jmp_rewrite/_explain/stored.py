@@ -25,7 +25,7 @@ from jmp_rewrite._rules import CALLS, COSTLY, PRODUCTS, held_jaxprs
 
 # A body is followed at each of its uses, until there are so many values: functions that
 # call each other twice would take forever. Then calls are taken for loops.
-_LIMIT = 200_000
+LIMIT = 200_000
 
 
 class _Value:
@@ -53,13 +53,14 @@ class _Value:
         self.anchor = self if is_own else next(iter(sources), None)
 
 
-def stored(closed: Any) -> frozenset[int]:
+def stored(closed: Any, limit: int = LIMIT) -> frozenset[int]:
     """Returns the `id` of each variable, at any depth, that is written to memory.
 
     Args:
       closed: the program, a closed jaxpr.
+      limit: how many values are followed inside calls.
     """
-    model = _Model()
+    model = _Model(limit)
     body = _compat.open_jaxpr(closed)
     results = model.run(body, model.given(body))
     model.write(results)
@@ -69,7 +70,8 @@ def stored(closed: Any) -> frozenset[int]:
 class _Model:
     """Follows the values of a program; calls are followed inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._values: list[_Value] = []
         self._needed: set[_Value] = set()
         self._seen: set[int] = set()
@@ -91,7 +93,7 @@ class _Model:
         if name == "by_device" or (name in VIEWS and len(known) == 1):
             return known
         held = [_compat.open_jaxpr(j) for j in held_jaxprs(eqn)]
-        if name in CALLS and len(self._values) < _LIMIT:
+        if name in CALLS and len(self._values) < self._limit:
             given = [None if _is_literal(v) else values[v] for v in eqn.invars]
             found = self.run(held[0], [g or self._add() for g in given])
             return [r or self._add() for r in found]

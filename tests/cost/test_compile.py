@@ -158,11 +158,10 @@ child.main(pathlib.Path("."))
     assert done.returncode == 1 and not (tmp_path / "answer.json").exists()
 
 
-def test_what_is_kept_is_bounded(monkeypatch, own_cache):
-    monkeypatch.setattr(store, "_MOST_BYTES", 3000)
+def test_what_is_kept_is_bounded(own_cache):
     for n in range(10):
         text = os.urandom(500).hex()
-        store.save(f"program{n}", store.Compiled(text, {"n": n}))
+        store.save(f"program{n}", store.Compiled(text, {"n": n}), most_bytes=3000)
         for path in own_cache.glob(f"program{n}.*"):
             os.utime(path, (n, n))
     kept = [n for n in range(10) if store.load(f"program{n}") is not None]

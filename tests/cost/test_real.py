@@ -45,6 +45,7 @@ def test_a_gpu(report, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_every_generation_of_tpus(report):
     names = [n for n in devices.names() if n.startswith("TPU")]
@@ -52,6 +53,7 @@ def test_every_generation_of_tpus(report):
     assert [row.fits for row in rows] == [True] * len(names)
 
 
+@pytest.mark.slow
 @needs_gpu
 def test_every_gpu(report):
     names = [n for n in devices.names() if n.startswith("NVIDIA")]
@@ -110,6 +112,7 @@ def test_collectives_of_a_sharded_step():
     assert cost.rows[0].argument_bytes < 4 * (1024 * 1024 + 64 * 1024) / 2
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_two_processes_at_once(own_cache, tmp_path):
     code = """
@@ -132,6 +135,7 @@ print(row.fits)
     assert [p.communicate(timeout=300) for p in started] == [("True\n", "")] * 2
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_inside_a_notebook():
     nbclient = pytest.importorskip("nbclient")

@@ -36,7 +36,7 @@ def standard_promotion():
         yield
 
 
-@pytest.mark.breadth
+@pytest.mark.breadth(one_in=6)
 @pytest.mark.parametrize(
     ("fault", "policy"),
     [pytest.param(f, p, id=f"{f.name}-{p}") for f in FAULTS.FAULTS for p in f.dtypes],

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from programs import BY_NAME, PROGRAMS, W, mesh, normal
 
 from jmp_rewrite import _compat, _transform, use_passes
-from jmp_rewrite._diagnose import loops
 from jmp_rewrite._diagnose import shadow as _shadow
 from jmp_rewrite._diagnose.calls import HANDLERS
 from jmp_rewrite._diagnose.evaluate import evaluate
@@ -46,19 +45,19 @@ def rounded_on_cpus():
         yield
 
 
-def shadowed(fun, args, policy="mixed_bfloat16"):
+def shadowed(fun, args, policy="mixed_bfloat16", few=_shadow.FEW):
     """Runs the rewritten program with shadows."""
     traced = _transform.trace_call(fun, args, {})
     plan = _transform.decide_traced(traced, Policy(policy))
     consts = _compat.constants(traced.closed)
     closed = resolve(_transform.optimized(plan).closed, "", required=False)
-    pairs, run = _shadow.run(closed, consts, traced.arrays, HANDLERS)
+    pairs, run = _shadow.run(closed, consts, traced.arrays, HANDLERS, few)
     return pairs, run, traced, plan
 
 
-def both(fun, args, policy="mixed_bfloat16", rounded_less=False):
+def both(fun, args, policy="mixed_bfloat16", rounded_less=False, few=_shadow.FEW):
     """Returns pairs of values and shadows, those expected, and the findings."""
-    pairs, run, traced, plan = shadowed(fun, args, policy)
+    pairs, run, traced, plan = shadowed(fun, args, policy, few)
     consts = _compat.constants(traced.closed)
     rewritten = as_written(plan, consts, traced.arrays, rounded_less)
     original = evaluate(traced.closed, traced.arrays, in_float32)
@@ -173,11 +172,12 @@ def nested(x, w):
 @pytest.mark.breadth
 @pytest.mark.parametrize("few", [0, 2, 64], ids=["compiled", "both", "by equation"])
 @pytest.mark.parametrize("loop", [long_scan, backwards, converging, branching, nested])
-def test_loops(monkeypatch, few, loop):
+def test_loops(few, loop):
     """A loop is run equation by equation or compiled, with the same numbers."""
-    monkeypatch.setattr(loops, "_FEW", few)
     x, w = normal(4, W), normal(W, W, scale=0.3)
-    pairs, rewritten, original, findings = both(loop, (x, w), rounded_less=True)
+    pairs, rewritten, original, findings = both(
+        loop, (x, w), rounded_less=True, few=few
+    )
     assert relative_error([p.value for p in pairs], rewritten) < FUSED
     assert relative_error([p.shadow for p in pairs], original) < FUSED
     inside = [f for f in findings if f.iteration]
@@ -186,9 +186,8 @@ def test_loops(monkeypatch, few, loop):
 
 
 @pytest.mark.parametrize("few", [0, 64])
-def test_iterations_are_counted_from_the_front(monkeypatch, few):
+def test_iterations_are_counted_from_the_front(few):
     """The iteration is an index into `xs`, in whichever order they are gone through."""
-    monkeypatch.setattr(loops, "_FEW", few)
 
     def fun(w, xs, reverse):
         def body(c, x):
@@ -199,7 +198,10 @@ def test_iterations_are_counted_from_the_front(monkeypatch, few):
     xs = jnp.ones((6, 4, W)).at[2].set(500)
     for reverse in (False, True):
         *_, findings = both(
-            lambda w, xs, r=reverse: fun(w, xs, r), (jnp.eye(W), xs), "mixed_float16"
+            lambda w, xs, r=reverse: fun(w, xs, r),
+            (jnp.eye(W), xs),
+            "mixed_float16",
+            few=few,
         )
         (spoilt,) = [f for f in findings if f.overflowed]
         assert spoilt.iteration == (2,) and spoilt.primitive == "square"
@@ -260,9 +262,8 @@ def test_two_branches():
 
 
 @pytest.mark.parametrize("few", [0, 64])
-def test_two_exits(monkeypatch, few):
+def test_two_exits(few):
     """Each program leaves a loop when it wants to."""
-    monkeypatch.setattr(loops, "_FEW", few)
 
     def fun(x):
         def goes_on(state):
@@ -276,7 +277,7 @@ def test_two_exits(monkeypatch, few):
         )
 
     x = jnp.eye(W, dtype=jnp.float32) * np.float32(1.003)
-    pairs, rewritten, original, findings = both(fun, (x,))
+    pairs, rewritten, original, findings = both(fun, (x,), few=few)
     assert int(pairs[0].value) == int(rewritten[0])
     assert int(pairs[0].shadow) == int(original[0]) != int(rewritten[0])
     assert relative_error([p.value for p in pairs[1:]], rewritten[1:]) < FUSED

@@ -361,8 +361,7 @@ def test_a_function_that_is_called_twice_is_followed_twice():
     assert set(where) == {"register"}
 
 
-def test_functions_that_call_each_other_twice_end(monkeypatch):
-    monkeypatch.setattr(stored, "_LIMIT", 1000)
+def test_functions_that_call_each_other_twice_end():
 
     def twice(fun):
         called = jax.jit(fun)
@@ -372,7 +371,7 @@ def test_functions_that_call_each_other_twice_end(monkeypatch):
     for _ in range(30):
         fun = twice(fun)
     closed = jax.make_jaxpr(fun)(1.0)
-    assert stored.stored(closed)
+    assert stored.stored(closed, limit=1000)
 
 
 def test_what_loops_hand_on_is_stored():

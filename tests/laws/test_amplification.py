@@ -30,6 +30,7 @@ def said(found, seed, careful=True):
     return f"{where}: {verdicts}\n{code(found.program)}"
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("first", range(0, QUICK, BATCH))
 def test_random_programs(first):
     check(range(first, first + BATCH))

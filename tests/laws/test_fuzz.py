@@ -63,17 +63,29 @@ def count(law):
         jax.clear_caches()  # a long run would fill the memory
 
 
-@programs(60)
+@programs(20)
 def test_structure(block, seed):
     """Types, no-op, idempotence, casts, danger: of the program and of its gradient."""
     count("structure")
     check_structure(block, seed)
 
 
-@programs(24)
+@pytest.mark.slow
+@programs(60)
+def test_structure_of_more(block, seed):
+    check_structure(block, seed)
+
+
+@programs(8)
 def test_values(block, seed):
     """Values and gradients near those of float32, eagerly, jitted and mapped."""
     count("values")
+    check_values(block, seed)
+
+
+@pytest.mark.slow
+@programs(24)
+def test_values_of_more(block, seed):
     check_values(block, seed)
 
 

@@ -31,7 +31,10 @@ DIFFERENTIABLE = [p for p in PROGRAMS if p.grad]
 # Results are compared by norm; a chain of products of width 8 stays below 32 roundings.
 ROUNDINGS = 32
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning")
+pytestmark = [
+    pytest.mark.passes,
+    pytest.mark.filterwarnings("ignore:.*donated.*:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,9 @@ BF16 = "mixed_bfloat16"
 SIZES = (5, 6, 7, 3)
 
 
+pytestmark = pytest.mark.passes
+
+
 @pytest.fixture(autouse=True)
 def defaults_of_jax():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -519,6 +519,7 @@ WORKER = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices(tmp_path):
     """FSDP over two processes on localhost: the losses of one process with eight."""
     rows = two_processes(tmp_path, WORKER, 4, os.path.dirname(__file__))

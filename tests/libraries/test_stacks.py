@@ -17,6 +17,9 @@ BATCH, STEPS, SEEDS = 128, 60, 3
 HALVES = ["mixed_bfloat16", "mixed_float16"]
 
 
+pytestmark = pytest.mark.passes
+
+
 @pytest.fixture(autouse=True)
 def defaults_of_jax():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -89,15 +89,20 @@ def trajectory(tx, finite):
 powers = st.integers(-10, 20).map(lambda k: 2.0**k)
 
 
-@hypothesis.settings(max_examples=150)
-@hypothesis.given(
-    finite=st.lists(st.booleans(), min_size=32, max_size=32),
-    bounds=st.tuples(powers, powers, powers).map(sorted),
-    interval=st.integers(1, 6),
-    growth=st.sampled_from([2.0, 4.0]),
-    backoff=st.sampled_from([0.5, 0.25]),
-)
-def test_trajectory_is_the_reference(finite, bounds, interval, growth, backoff):
+def trajectories(examples):
+    """Runs a law on so many sequences of finite and other steps."""
+    drawn = hypothesis.given(
+        finite=st.lists(st.booleans(), min_size=32, max_size=32),
+        bounds=st.tuples(powers, powers, powers).map(sorted),
+        interval=st.integers(1, 6),
+        growth=st.sampled_from([2.0, 4.0]),
+        backoff=st.sampled_from([0.5, 0.25]),
+    )
+    limits = hypothesis.settings(max_examples=examples)
+    return lambda law: limits(drawn(law))
+
+
+def check_trajectory(finite, bounds, interval, growth, backoff):
     low, init, high = bounds
     tx = loss_scaling(
         optax.sgd(1.0),
@@ -114,6 +119,17 @@ def test_trajectory_is_the_reference(finite, bounds, interval, growth, backoff):
     assert [row[:5] for row in got] == want
     # True gradients are 1 whatever the scale: the scale used is the one undone.
     assert [row[5] for row in got] == (-applied).tolist()
+
+
+@trajectories(30)
+def test_trajectory_is_the_reference(finite, bounds, interval, growth, backoff):
+    check_trajectory(finite, bounds, interval, growth, backoff)
+
+
+@pytest.mark.slow
+@trajectories(150)
+def test_more_trajectories_are_the_reference(finite, bounds, interval, growth, backoff):
+    check_trajectory(finite, bounds, interval, growth, backoff)
 
 
 T, F = True, False

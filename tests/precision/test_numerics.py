@@ -27,6 +27,9 @@ POLICIES = ["mixed_bfloat16", "mixed_float16"]
 both = pytest.mark.parametrize("policy", POLICIES)
 
 
+pytestmark = pytest.mark.passes
+
+
 @pytest.fixture(autouse=True)
 def standard_promotion():
     """Optax promotes integers to floats, which strict promotion forbids."""
