@@ -150,7 +150,104 @@ def in_scope(eqn: Any, like: Any, name: str) -> Any:
 
 def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr in the current trace; keeps name stacks and lines."""
-    return list(jax.core.eval_jaxpr(open_jaxpr(closed), constants(closed), *args))
+    body, values = open_jaxpr(closed), [*constants(closed), *args]
+    staging = Staging.of(body)
+    if staging is None or not all(isinstance(x, jax.Array) for x in values):
+        return list(jax.core.eval_jaxpr(body, constants(closed), *args))
+    env = dict(zip([*body.constvars, *body.invars], values, strict=True))
+    outer = current_name_stack()
+    for eqn in body.eqns:
+        reads = [_read(env, v) for v in eqn.invars]
+        outs = staging.copy(eqn, reads)
+        if outs is None:
+            with user_context(eqn, outer), eqn.ctx.manager:
+                outs = bind(eqn, reads, eqn.params)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_read(env, v) for v in body.outvars]
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+
+class Staging:
+    """The trace of `jit`, to which finished equations are added as they are.
+
+    To bind an equation anew is to ask for its types, effects and shardings once more,
+    which takes five times as long.
+    """
+
+    def __init__(self, trace: Any) -> None:
+        from jax._src.interpreters import partial_eval
+
+        self._trace = trace
+        self._outer = current_name_stack()
+        self._tracer = partial_eval.DynamicJaxprTracer
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> Staging | None:
+        """Returns what adds a jaxpr's equations to the current trace.
+
+        None if that one computes, or transforms what is bound in it.
+        """
+        from jax._src import core
+
+        trace = core.trace_ctx.trace
+        stages = type(trace).__name__ == "DynamicJaxprTrace" and not trace.requires_low
+        return cls(trace) if stages and not open_jaxpr(jaxpr).is_high else None
+
+    def copy(self, eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
+        """Adds an equation of the jaxpr to the current trace.
+
+        Args:
+          eqn: the equation.
+          operands: what it reads; in place of a literal its own number.
+
+        Returns:
+          Its results; None if it must be bound anew, because an operand has another
+          type, or because binding it does more than to add it.
+        """
+        if eqn.effects or not _is_plain(eqn.primitive):
+            return None
+        info = eqn.source_info
+        if self._outer.stack:
+            info = info.replace(name_stack=self._outer + info.name_stack)
+        tracers = []
+        for atom, x in zip(eqn.invars, operands, strict=True):
+            if isinstance(atom, jex.Literal):
+                if x is not atom.val:
+                    return None
+                x = self._tracer(self._trace, atom.aval, atom, info)
+            elif not self._is_own(x, atom.aval):
+                return None
+            tracers.append(x)
+        avals = [v.aval for v in eqn.outvars]
+        return list(
+            self._trace.emit_eqn(
+                tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx
+            )
+        )
+
+    def _is_own(self, x: Any, aval: Any) -> bool:
+        """Whether a value is one of this trace and of this type, and no constant."""
+        if getattr(x, "_trace", None) is not self._trace:
+            return False
+        is_typed = x.aval is aval or x.aval == aval
+        return is_typed and self._trace.get_const(x) is None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_plain(primitive: Any) -> bool:
+    """Whether to bind a primitive, while `jit` traces, is to add an equation.
+
+    Of operands with equal types the equation is then equal, too. What jaxprs hold of a
+    call is inlined while it is traced for the first time, or never.
+    """
+    own = vars(primitive)
+    is_cast = primitive is primitives.convert_element_type_p
+    return type(primitive) is jex.Primitive and (
+        is_cast or not ("bind" in own or "bind_with_trace" in own)
+    )
 
 
 def as_cast(eqn: Any) -> Any:

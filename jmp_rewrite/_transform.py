@@ -197,10 +197,11 @@ def mixed_precision(
                 return fun(*args, **kwargs)
         with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
             traced = trace_call(pure, pure_args, pure_kwargs, chosen)
-            plan = decide_traced(traced, chosen)
-            with jax.named_scope(REWRITTEN):
-                consts = _compat.constants(traced.closed)
-                results = run(plan, consts, traced.arrays)
+            with _collector.held():
+                plan = decide_traced(traced, chosen)
+                with jax.named_scope(REWRITTEN):
+                    consts = _compat.constants(traced.closed)
+                    results = run(plan, consts, traced.arrays)
             calls.count(results)
             return finish(traced.rebuild(results))
 
