@@ -197,11 +197,7 @@ def mixed_precision(
                 return fun(*args, **kwargs)
         with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
             traced = trace_call(pure, pure_args, pure_kwargs, chosen)
-            with _collector.held():
-                plan = decide_traced(traced, chosen)
-                with jax.named_scope(REWRITTEN):
-                    consts = _compat.constants(traced.closed)
-                    results = run(plan, consts, traced.arrays)
+            results = _rewritten(traced, chosen)
             calls.count(results)
             return finish(traced.rebuild(results))
 
@@ -209,6 +205,17 @@ def mixed_precision(
     _keras.watch(fun, wrapped)
     wrapped.decorated = Decorated(wrapped, fun, fixed, static.hide)  # type: ignore[attr-defined]
     return wrapped
+
+
+def _rewritten(traced: Traced, policy: Policy) -> list[Any]:
+    """Runs a traced function rewritten; returns its arrays."""
+    with _collector.held():
+        plan = decide_traced(traced, policy)
+        with jax.named_scope(REWRITTEN):
+            consts = _compat.constants(traced.closed)
+            results = run(plan, consts, traced.arrays)
+        del plan  # or the collector would look at all of it
+        return results
 
 
 @functools.cache

@@ -9,10 +9,12 @@ scan one for each result that it stacks, because a stack may be stored in anothe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from jmp_rewrite import _compat
@@ -20,7 +22,7 @@ from jmp_rewrite._graph.distinct import NOWHERE
 from jmp_rewrite._graph.scopes import Place
 
 FLOAT32 = np.dtype(np.float32)
-_HALVES = frozenset({"bfloat16", "float16"})
+_HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 # Names of the casts at the edges of a kernel of half operands: down, and back up.
 KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 # What a dimension counts that is a symbol when a program is exported.
@@ -312,7 +314,7 @@ def is_float32(aval: Any) -> bool:
 
 
 def is_half(aval: Any) -> bool:
-    return getattr(getattr(aval, "dtype", None), "name", "") in _HALVES
+    return getattr(aval, "dtype", None) in _HALVES
 
 
 def is_literal(atom: Any) -> bool:
@@ -332,11 +334,12 @@ def reads_float32(eqn: Any) -> bool:
 
 def elements(avals: Sequence[Any]) -> int:
     """Returns how many elements values of these types have together."""
-    sizes = (
-        math.prod(d if isinstance(d, int) else _SYMBOLIC for d in a.shape)
-        for a in avals
-    )
-    return sum(sizes)
+    return sum([_elements(a.shape) for a in avals])
+
+
+@functools.lru_cache(maxsize=4096)
+def _elements(shape: tuple[Any, ...]) -> int:
+    return math.prod(d if isinstance(d, int) else _SYMBOLIC for d in shape)
 
 
 def reached(starts: Iterable[int], edges: Sequence[Sequence[int]]) -> set[int]:

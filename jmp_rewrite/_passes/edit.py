@@ -66,7 +66,7 @@ class Body:
         self.parameter = {v: i for i, v in enumerate(self.invars)}
         self.edits = _Edits()
         self.is_changed = False
-        self._marks: set[Marks] | None = None
+        self._marks: frozenset[Marks] | None = None
         self._index()
 
     def _index(self) -> None:
@@ -118,21 +118,18 @@ class _DefUse(NamedTuple):
 
 def _def_use(eqns: Sequence[Any], outvars: Sequence[Any]) -> _DefUse:
     maker: dict[Any, int] = {}
-    readers: dict[Any, list[tuple[int, int]]] = {}
+    readers: collections.defaultdict[Any, list[tuple[int, int]]]
+    readers = collections.defaultdict(list)
     for index, eqn in enumerate(eqns):
         for position, atom in enumerate(eqn.invars):
-            if isinstance(atom, jex.Literal):
-                continue
-            if (places := readers.get(atom)) is None:
-                readers[atom] = [(index, position)]
-            else:
-                places.append((index, position))
+            if not isinstance(atom, jex.Literal):
+                readers[atom].append((index, position))
         for var in eqn.outvars:
             maker[var] = index
     for position, atom in enumerate(outvars):
         if not isinstance(atom, jex.Literal):
-            readers.setdefault(atom, []).append((-1, position))
-    return _DefUse(maker, readers)
+            readers[atom].append((-1, position))
+    return _DefUse(maker, dict(readers))
 
 
 class _Edits:
@@ -239,16 +236,14 @@ class Editor:
 
     # ---- what the name stack says
 
-    def marks(self, body: Body, index: int) -> set[Marks]:
+    def marks(self, body: Body, index: int) -> frozenset[Marks]:
         """Returns what is said of an equation, by each way in which it is reached."""
-        own = _marks_of(body.eqns[index])
-        return {_joined(outer, own) for outer in self._outer(body)}
+        return _under(self._outer(body), _marks_of(body.eqns[index]))
 
-    def _outer(self, body: Body) -> set[Marks]:
+    def _outer(self, body: Body) -> frozenset[Marks]:
         if body._marks is None:
-            body._marks = {Marks()} if body is self._top else set()
-            for caller, index in body.calls:
-                body._marks |= self.marks(caller, index)
+            own = frozenset({Marks()}) if body is self._top else frozenset[Marks]()
+            body._marks = own.union(*(self.marks(*call) for call in body.calls))
         return body._marks
 
     def is_backward(self, body: Body, index: int) -> bool:
@@ -489,6 +484,8 @@ class Editor:
         made: dict[Body, Any] = {}
         for body in self._order:  # what is called before its callers
             made[body] = _rebuilt(body, made, plain)
+        for body in self._order:  # a cycle would wait for the garbage collector
+            body.calls = []
         return _in_place_of(self._closed, made[self._top])
 
 
@@ -577,5 +574,9 @@ def _marks(elements: tuple[Any, ...]) -> Marks:
     )
 
 
-def _joined(outer: Marks, own: Marks) -> Marks:
-    return Marks(*(a or b for a, b in zip(outer, own, strict=True)))
+@functools.lru_cache(maxsize=1024)
+def _under(outer: frozenset[Marks], own: Marks) -> frozenset[Marks]:
+    """Returns what is said of an equation, and of what it is reached through."""
+    return frozenset(
+        Marks(*(a or b for a, b in zip(one, own, strict=True))) for one in outer
+    )

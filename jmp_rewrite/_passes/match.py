@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jmp_rewrite import _compat
@@ -13,7 +14,7 @@ from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._rules import CALLS, LEFT_ALONE, MOVES_NUMBER, PRODUCTS
 
 FLOAT32 = np.dtype(np.float32)
-_FLOATS = frozenset({"bfloat16", "float16", "float32"})
+_FLOATS = frozenset({FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 
 
 def is_float32(atom: Any) -> bool:
@@ -37,7 +38,7 @@ def is_widening(eqn: Any, half: np.dtype) -> bool:
 
 def is_float(atom: Any) -> bool:
     """Whether an atom is an array of float32 or half numbers."""
-    return getattr(getattr(atom.aval, "dtype", None), "name", "") in _FLOATS
+    return getattr(atom.aval, "dtype", None) in _FLOATS
 
 
 # ---- across the boundaries of jaxprs

@@ -102,7 +102,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         ours = whole_step.optimizer_products(graph, pins.categories, state)
         _pin_all(pins, dict.fromkeys(ours, "full: a product of the optimizer"))
         products = pins.products()
-    _pin_read_unrounded(graph, pins, products, made)
+    small = statistics(graph, pins.categories)
+    _pin_read_unrounded(graph, pins, products, made, small)
     ends = state | {n.index for n in graph.nodes if _is_number(n)}
     useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
     useful |= loops.cotangents_into_loops(graph, graph.predecessors(), state)
@@ -110,7 +111,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     cotangents = {n: sums[n] for n in sums.keys() - products}
     _pin_all(pins, dict.fromkeys(cotangents, SUMMED), cotangents)
     pins.rounds_after = (pins.rounds_after & useful) - state
-    _pin_the_rest(graph, pins, products, made, useful)
+    _pin_the_rest(graph, pins, products, made, useful, small)
     pins.factors = _factors(graph, pins, products)
     pins.exact = frozenset(range(len(graph.nodes))) - made
     if pins.whole_step and policy.reduce_dtype == pins.half:
@@ -141,11 +142,10 @@ def _pin_all(
 
 
 def _pin_read_unrounded(
-    graph: Graph, pins: Pins, products: set[int], made: set[int]
+    graph: Graph, pins: Pins, products: set[int], made: set[int], small: set[int]
 ) -> None:
     """Pins what is read by code that multiplies an error."""
     sharp = read_sharply(graph, products)
-    small = statistics(graph, pins.categories)
     held = {n: r for n, r in offsets(graph, made, small).items() if n not in sharp}
     reasons = {
         n: f"full: read unrounded by {graph.nodes[reader].name}"
@@ -159,7 +159,12 @@ def _pin_read_unrounded(
 
 
 def _pin_the_rest(
-    graph: Graph, pins: Pins, products: set[int], made: set[int], useful: set[int]
+    graph: Graph,
+    pins: Pins,
+    products: set[int],
+    made: set[int],
+    useful: set[int],
+    small: set[int],
 ) -> None:
     """Pins exact values, and what leads to no matrix multiplication."""
     recurrent = loops.recurrent_activations(graph, pins.categories, graph.consumers())
@@ -169,7 +174,6 @@ def _pin_the_rest(
         products.__contains__,
         lambda n: pins.categories[n] is CLEAR and n not in pins.lossy,
     )
-    small = statistics(graph, pins.categories)
     sinks = set()
     for node in graph.nodes:
         index = node.index
