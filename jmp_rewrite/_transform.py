@@ -502,12 +502,14 @@ def _decide(
         return build.build(closed, is_opaque, place, by_path, by_sign, dtype)
 
     graph = graph_of(closed)
-    if not differentiated and is_whole_step(graph):
+    whole_step = not differentiated and is_whole_step(graph)
+    if whole_step:
         merged = computed_once(closed, by_path)
         if merged is not closed:
             graph = graph_of(merged)
+            whole_step = is_whole_step(graph)
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
-    pins = _pin.pin(graph, policy, overrides, differentiated)
+    pins = _pin.pin(graph, policy, overrides, whole_step)
     _log_opaque(_pin.left_alone(graph, pins))
     plan = _plan.make_plan(
         graph,

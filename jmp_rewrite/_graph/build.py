@@ -292,6 +292,8 @@ class Builder:
           The node of whose bits the equation reads some, -1 if they are an argument's;
           None if it reads none.
         """
+        if not self._bits and eqn.primitive.name != "bitcast_convert_type":
+            return None
         known = [self._bits.get(v) for v in eqn.invars if not hasattr(v, "val")]
         read = max((n for n in known if n is not None), default=None)
         source = read

@@ -265,6 +265,7 @@ class Graph:
     opaque: list[Opaque]
     has_backward_rules: bool
     _edges: tuple[list[list[int]], list[list[int]]] | None = None
+    _large: list[list[Value]] | None = None
 
     def uses(self) -> list[Instance]:
         """Returns all uses of jaxprs, each once, the outermost first."""
@@ -289,6 +290,23 @@ class Graph:
         if self._edges is None:
             self._edges = _edges(self.nodes)
         return self._edges[1]
+
+    def large_operands(self) -> list[list[Value]]:
+        """Returns of each node the operands that have to be read to compute it."""
+        if self._large is None:
+            sizes = (elements(n.avals) for n in self.nodes)
+            self._large = [
+                [v for v in node.inputs if has_to_be_read(v, size)]
+                for node, size in zip(self.nodes, sizes, strict=True)
+            ]
+        return self._large
+
+
+def has_to_be_read(value: Value, size: int) -> bool:
+    """Whether an operand is data, and large beside what is made of it."""
+    if value.constant is not None or not value.made_of_data:
+        return False
+    return 2 * _elements(value.aval.shape) >= size
 
 
 def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -73,22 +75,42 @@ class Body:
         """Notes what it is made of; who makes and reads what, once a pass asks."""
         self.data: set[Any] | None = None
         self.names = collections.Counter(e.primitive.name for e in self.eqns)
-        self._def_use: _DefUse | None = None
+        # An equation keeps its number when others are put before it.
+        self._numbers: list[int] = list(range(len(self.eqns)))
+        self._new_numbers = itertools.count(len(self.eqns))
+        self._forget()
+        self._readers: dict[Any, list[tuple[int, int]]] | None = None
+
+    def _forget(self) -> None:
+        """Forgets what holds for the indices of now alone."""
+        self.data = None
+        self._maker: dict[Any, int] | None = None
+        self._places: dict[int, int] | None = None
 
     @property
     def maker(self) -> dict[Any, int]:
         """Variable -> the index of the equation that makes it."""
-        return self._indexed().maker
+        if self._maker is None:
+            pairs = enumerate(self.eqns)
+            self._maker = {v: i for i, eqn in pairs for v in eqn.outvars}
+        return self._maker
 
-    @property
-    def readers(self) -> dict[Any, list[tuple[int, int]]]:
-        """Variable -> (index, position); the index is -1 for results."""
-        return self._indexed().readers
+    def place_of(self, number: int) -> int:
+        """Returns the index that an equation has now; -1 for the results."""
+        if self._places is None:
+            self._places = {n: i for i, n in enumerate(self._numbers)}
+            self._places[-1] = -1
+        return self._places[number]
 
-    def _indexed(self) -> _DefUse:
-        if self._def_use is None:
-            self._def_use = _def_use(self.eqns, self.outvars)
-        return self._def_use
+    def reads(self, var: Any) -> list[tuple[int, int]]:
+        """Returns where a variable is read: (index, position); the results last.
+
+        The index of the results is -1.
+        """
+        if self._readers is None:
+            self._readers = _readers(self._numbers, self.eqns, self.outvars)
+        found = [(self.place_of(n), p) for n, p in self._readers.get(var, ())]
+        return sorted(found, key=_results_last) if len(found) > 1 else found
 
     def find(self, *names: str) -> Iterator[tuple[int, Any]]:
         """Yields the equations of these primitives, with their indices."""
@@ -104,32 +126,104 @@ class Body:
             return None
         return self.eqns[index]
 
-    def reads(self, var: Any) -> list[tuple[int, int]]:
-        """Returns where a variable is read: (index, position)."""
-        return self.readers.get(var, [])
+    def apply(self) -> None:
+        """Applies the edits that were asked for."""
+        edits, self.edits = self.edits, _Edits()
+        numbers, eqns = self._numbers, self.eqns
+        self.eqns, self._numbers = [], []
+        start = 0
+        for index in sorted(edits.touched()):
+            self._extend(eqns[start:index], numbers[start:index])
+            self._insert(edits.before.get(index, ()))
+            if index in edits.instead:
+                self._insert(edits.instead[index])
+            else:
+                eqn = self._edited(eqns[index], numbers[index], index, edits)
+                self._extend([eqn], [numbers[index]])
+            self._insert(edits.after.get(index, ()))
+            start = index + 1
+        self._extend(eqns[start:], numbers[start:])
+        outvars = self.outvars
+        self.outvars = [edits.operands.get((-1, p), v) for p, v in enumerate(outvars)]
+        self._move_reads(-1, outvars, self.outvars)
+        self.is_changed = True
+        self._forget()
+        self._keep_calls(numbers)
+        if edits.gone or edits.instead:
+            self.eqns = [_reading(eqn, edits.instead_of) for eqn in self.eqns]
+            self.outvars = [edits.instead_of(v) for v in self.outvars]
+            self._index()
+
+    def _extend(self, eqns: Sequence[Any], numbers: Sequence[int]) -> None:
+        self.eqns += eqns
+        self._numbers += numbers
+
+    def _insert(self, eqns: Sequence[Any]) -> None:
+        """Adds new equations."""
+        for eqn in eqns:
+            number = next(self._new_numbers)
+            self._extend([eqn], [number])
+            self.names[eqn.primitive.name] += 1
+            self._move_reads(number, (), eqn.invars)
+
+    def _edited(self, eqn: Any, number: int, index: int, edits: _Edits) -> Any:
+        """Returns an equation with other operands or parameters."""
+        operands = edits.operands
+        invars = [operands.get((index, p), v) for p, v in enumerate(eqn.invars)]
+        params = edits.params.get(index)
+        if params is None and all(map(operator.is_, invars, eqn.invars)):
+            return eqn
+        self._move_reads(number, eqn.invars, invars)
+        return eqn.replace(invars=invars, params={**eqn.params, **(params or {})})
+
+    def _move_reads(self, number: int, old: Sequence[Any], new: Sequence[Any]) -> None:
+        """Notes that an equation, or the results, reads other variables."""
+        if self._readers is None:
+            return
+        for position, (before, now) in enumerate(itertools.zip_longest(old, new)):
+            if before is now:
+                continue
+            if before is not None and not isinstance(before, jex.Literal):
+                self._readers[before].remove((number, position))
+            if not isinstance(now, jex.Literal):
+                self._readers.setdefault(now, []).append((number, position))
+
+    def _keep_calls(self, numbers: Sequence[int]) -> None:
+        """Notes where equations that hold jaxprs stand now, of what they held before.
+
+        Args:
+          numbers: the equations, by the indices that they had.
+        """
+        kept = set(self._numbers) if self.held else set()
+        moved = {i: self.place_of(numbers[i]) for i in self.held if numbers[i] in kept}
+        before = self.held
+        self.held = {moved[i]: held for i, held in before.items() if i in moved}
+        for inner in {inner for held in before.values() for inner in held}:
+            inner.calls = [
+                (caller, moved[i] if caller is self else i)
+                for caller, i in inner.calls
+                if caller is not self or i in moved
+            ]
 
 
-class _DefUse(NamedTuple):
-    """Who makes and who reads each variable of a body."""
-
-    maker: dict[Any, int]
-    readers: dict[Any, list[tuple[int, int]]]
-
-
-def _def_use(eqns: Sequence[Any], outvars: Sequence[Any]) -> _DefUse:
-    maker: dict[Any, int] = {}
+def _readers(
+    numbers: Sequence[int], eqns: Sequence[Any], outvars: Sequence[Any]
+) -> dict[Any, list[tuple[int, int]]]:
+    """Returns which equations read a variable, by their numbers, and where."""
     readers: collections.defaultdict[Any, list[tuple[int, int]]]
     readers = collections.defaultdict(list)
-    for index, eqn in enumerate(eqns):
+    for number, eqn in zip(numbers, eqns, strict=True):
         for position, atom in enumerate(eqn.invars):
             if not isinstance(atom, jex.Literal):
-                readers[atom].append((index, position))
-        for var in eqn.outvars:
-            maker[var] = index
+                readers[atom].append((number, position))
     for position, atom in enumerate(outvars):
         if not isinstance(atom, jex.Literal):
             readers[atom].append((-1, position))
-    return _DefUse(maker, dict(readers))
+    return dict(readers)
+
+
+def _results_last(read: tuple[int, int]) -> tuple[bool, tuple[int, int]]:
+    return read[0] < 0, read
 
 
 class _Edits:
@@ -154,6 +248,11 @@ class _Edits:
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
+
+    def touched(self) -> set[int]:
+        """Returns the equations that something is to become of, or beside."""
+        own = {index for index, _ in self.operands if index >= 0}
+        return own.union(self.before, self.after, self.instead, self.params)
 
     def instead_of(self, atom: Any) -> Any:
         """Returns what all read, new equations as well, in place of what is gone."""
@@ -416,7 +515,7 @@ class Editor:
         """Applies what was asked for."""
         for body in self._order:
             if body.edits:
-                self._apply(body)
+                body.apply()
         if self._is_rewired:
             self._is_rewired = False
             self._connect()
@@ -445,36 +544,6 @@ class Editor:
     def _body_of(self, jaxpr: Any) -> Body:
         return self._bodies.setdefault(id(_compat.open_jaxpr(jaxpr)), Body(jaxpr))
 
-    def _apply(self, body: Body) -> None:
-        edits, body.edits = body.edits, _Edits()
-        eqns: list[Any] = []
-        moved: dict[int, int] = {}
-        touched = {i for i, _ in edits.operands} | edits.params.keys()
-        for index, eqn in enumerate(body.eqns):
-            eqns += edits.before.get(index, ())
-            if index in edits.instead:
-                eqns += edits.instead[index]
-            else:
-                moved[index] = len(eqns)
-                eqns.append(_edited(eqn, index, edits) if index in touched else eqn)
-            eqns += edits.after.get(index, ())
-        body.outvars = [
-            edits.operands.get((-1, p), v) for p, v in enumerate(body.outvars)
-        ]
-        if edits.gone:
-            eqns = [_reading(eqn, edits.instead_of) for eqn in eqns]
-            body.outvars = [edits.instead_of(v) for v in body.outvars]
-        body.eqns, body.is_changed = eqns, True
-        body._index()
-        before = body.held
-        body.held = {moved[i]: held for i, held in before.items() if i in moved}
-        for inner in {inner for held in before.values() for inner in held}:
-            inner.calls = [
-                (caller, moved[i] if caller is body else i)
-                for caller, i in inner.calls
-                if caller is not body or i in moved
-            ]
-
     def finish(self, plain: bool = False) -> Any:
         """Returns the program, the same object if nothing was edited.
 
@@ -495,14 +564,6 @@ def _reading(eqn: Any, instead_of: Callable[[Any], Any]) -> Any:
     if all(a is b for a, b in zip(invars, eqn.invars, strict=True)):
         return eqn
     return eqn.replace(invars=invars)
-
-
-def _edited(eqn: Any, index: int, edits: _Edits) -> Any:
-    invars = [edits.operands.get((index, p), v) for p, v in enumerate(eqn.invars)]
-    params = edits.params.get(index)
-    if params is None and all(a is b for a, b in zip(invars, eqn.invars, strict=True)):
-        return eqn
-    return eqn.replace(invars=invars, params={**eqn.params, **(params or {})})
 
 
 def _rebuilt(body: Body, made: dict[Body, Any], plain: bool) -> Any:

@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, elements
+from jmp_rewrite._graph import Graph, Node, elements, has_to_be_read
 from jmp_rewrite._precision import origins
-from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read, read_alone
+from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules import COSTLY, SHARP, Category
@@ -138,9 +138,7 @@ def _activations(graph: Graph, pins: Pins) -> set[int]:
     if pins.half == np.float16:  # states may be larger than float16's largest number
         return set()
     found: set[int] = set()
-    for node in graph.nodes:
-        size = elements(node.avals)
-        large = [v for v in node.inputs if has_to_be_read(v, size)]
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
         follows = (len(large) == 1 or node.name == "mul") and all(
             v.node in found for v in large
         )
@@ -223,10 +221,11 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
     stored = _ends_kernel(graph, pins)
     loops = _innermost_loops(graph)
     anchors = _anchors(graph, stored)
-    levels = _levels(graph, stored)
+    sources = [_sources(n) for n in graph.nodes]
+    levels = _levels(sources, stored)
     needed: set[int | None] = set()
     for node in graph.nodes:
-        for source in _sources(node):
+        for source in sources[node.index]:
             if loops[source] != loops[node.index]:
                 needed.add(source)  # passed into a loop, or stacked by one
             elif levels[node.index] > levels[source] + stored[source]:
@@ -262,12 +261,14 @@ def _sources(node: Node) -> list[int]:
     return [*found, *node.through]
 
 
-def _levels(graph: Graph, stored: Sequence[bool]) -> list[int]:
-    """Returns for each node how many kernels end before it."""
-    levels = [0] * len(graph.nodes)
-    for node in graph.nodes:
-        after = (levels[s] + stored[s] for s in _sources(node))
-        levels[node.index] = max(after, default=0)
+def _levels(sources: Sequence[Sequence[int]], stored: Sequence[bool]) -> list[int]:
+    """Returns for each node, of which it is said what it reads, its level.
+
+    That is how many kernels end before it.
+    """
+    levels: list[int] = []
+    for read in sources:
+        levels.append(max([levels[s] + stored[s] for s in read], default=0))
     return levels
 
 
@@ -380,13 +381,9 @@ def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:
     size; None if it is made of an argument, or of small values.
     """
     anchors: list[int | None] = [None] * len(graph.nodes)
-    for node in graph.nodes:
-        size = elements(node.avals)
-        found = {
-            -2 - v.argument if v.node < 0 else anchors[v.node]
-            for v in node.inputs
-            if has_to_be_read(v, size)
-        } - {None}
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
+        found = {-2 - v.argument if v.node < 0 else anchors[v.node] for v in large}
+        found.discard(None)
         if stored[node.index] or node.name in COSTLY or len(found) > 1:
             anchors[node.index] = node.index
         else:

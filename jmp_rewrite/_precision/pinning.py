@@ -45,7 +45,7 @@ def pin(
     graph: Graph,
     policy: Policy,
     overrides: Mapping[int, tuple[str, str]] = MappingProxyType({}),
-    differentiated: bool = False,
+    is_whole_step: bool = False,
 ) -> Pins:
     """Pins the nodes of a graph.
 
@@ -54,7 +54,7 @@ def pin(
       policy: what the user asks for; its compute dtype is half.
       overrides: node -> (pattern, "float32" or "half") for what `scopes` found through
         the paths of parameters.
-      differentiated: whether the program is known to be differentiated from outside.
+      is_whole_step: whether the program is a whole step, which nobody differentiates.
     """
     local = Local(policy, overrides)
     size = len(graph.nodes)
@@ -64,7 +64,7 @@ def pin(
         category, reason = local.judge(node, pins.forced)
         pins.categories[node.index] = category
         pins.full[node.index] = reason
-    pins.whole_step = not differentiated and whole_step.is_whole_step(graph)
+    pins.whole_step = is_whole_step
     _pin_products(graph, pins)
     if policy.compute_dtype == np.float16:
         local.out_of_range |= danger.unknown_epsilons(graph, pins)
