@@ -209,31 +209,27 @@ class Staging:
         """
         if eqn.effects or not _is_plain(eqn.primitive):
             return None
-        info = eqn.source_info
+        trace, info, tracers = self._trace, eqn.source_info, []
         if self._outer.stack:
             info = info.replace(name_stack=self._outer + info.name_stack)
-        tracers = []
         for atom, x in zip(eqn.invars, operands, strict=True):
+            aval = atom.aval
             if isinstance(atom, jex.Literal):
                 if x is not atom.val:
                     return None
-                x = self._tracer(self._trace, atom.aval, atom, info)
-            elif not self._is_own(x, atom.aval):
+                x = self._tracer(trace, aval, atom, info)
+            elif getattr(x, "_trace", None) is not trace:
+                return None
+            elif x.aval is not aval and x.aval != aval:
                 return None
             tracers.append(x)
+        if eqn.primitive is _CAST and trace.get_const(tracers[0]) is not None:
+            return None
         avals = [v.aval for v in eqn.outvars]
-        return list(
-            self._trace.emit_eqn(
-                tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx
-            )
+        results: list[Any] = trace.emit_eqn(
+            tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx
         )
-
-    def _is_own(self, x: Any, aval: Any) -> bool:
-        """Whether a value is one of this trace and of this type, and no constant."""
-        if getattr(x, "_trace", None) is not self._trace:
-            return False
-        is_typed = x.aval is aval or x.aval == aval
-        return is_typed and self._trace.get_const(x) is None
+        return results
 
 
 @functools.lru_cache(maxsize=1024)
@@ -243,11 +239,14 @@ def _is_plain(primitive: Any) -> bool:
     Of operands with equal types the equation is then equal, too. What jaxprs hold of a
     call is inlined while it is traced for the first time, or never.
     """
+    if primitive is _CAST:  # of a constant it computes one
+        return True
     own = vars(primitive)
-    is_cast = primitive is primitives.convert_element_type_p
-    return type(primitive) is jex.Primitive and (
-        is_cast or not ("bind" in own or "bind_with_trace" in own)
-    )
+    is_bound_otherwise = "bind" in own or "bind_with_trace" in own
+    return type(primitive) is jex.Primitive and not is_bound_otherwise
+
+
+_CAST = primitives.convert_element_type_p
 
 
 def as_cast(eqn: Any) -> Any:

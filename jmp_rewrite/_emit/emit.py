@@ -118,10 +118,9 @@ class Emitter:
 
     def _stays(self, instance: Instance, index: int) -> bool:
         """Whether an equation is emitted as it was, if its operands are."""
-        inner = instance.inner.get(index)
-        if inner is not None:
-            return not self._is_touched(inner)
         node = instance.nodes[index]
+        if index in instance.inner:
+            return not self._is_touched(instance.inner[index])
         if node is None:
             return True
         if isinstance(node, tuple) or self.plan.labels[node] is not Label.FLOAT32:

@@ -331,7 +331,8 @@ class Editor:
     def _is_own(self, eqn: Any) -> bool:
         scope = f"{SCOPE}{self._name}"
         elements = _compat.scope_elements(eqn.source_info.name_stack)
-        return any(scope in e.name.split("/") for e in elements)
+        # Most names do not hold it at all.
+        return any(scope in e.name and scope in e.name.split("/") for e in elements)
 
     # ---- what the name stack says
 

@@ -264,11 +264,11 @@ def _sources(node: Node) -> list[int]:
 def _levels(sources: Sequence[Sequence[int]], stored: Sequence[bool]) -> list[int]:
     """Returns for each node, of which it is said what it reads, its level.
 
-    That is how many kernels end before it.
+    That is how many kernels end before it, in one iteration of a loop.
     """
-    levels: list[int] = []
-    for read in sources:
-        levels.append(max([levels[s] + stored[s] for s in read], default=0))
+    levels = [0] * len(sources)
+    for index, read in enumerate(sources):
+        levels[index] = max([levels[s] + stored[s] for s in read], default=0)
     return levels
 
 
