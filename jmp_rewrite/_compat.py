@@ -182,6 +182,7 @@ class Staging:
 
         self._trace = trace
         self._outer = current_name_stack()
+        self._stacks: dict[int, tuple[Any, Any]] = {}
         self._tracer = partial_eval.DynamicJaxprTracer
 
     @classmethod
@@ -211,7 +212,7 @@ class Staging:
             return None
         trace, info, tracers = self._trace, eqn.source_info, []
         if self._outer.stack:
-            info = info.replace(name_stack=self._outer + info.name_stack)
+            info = info.replace(name_stack=self._inside(info.name_stack))
         for atom, x in zip(eqn.invars, operands, strict=True):
             aval = atom.aval
             if isinstance(atom, jex.Literal):
@@ -230,6 +231,12 @@ class Staging:
             tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx
         )
         return results
+
+    def _inside(self, stack: Any) -> Any:
+        """Returns a name stack inside the scopes that are entered now."""
+        if id(stack) not in self._stacks:  # kept with it, or its number is used again
+            self._stacks[id(stack)] = stack, self._outer + stack
+        return self._stacks[id(stack)][1]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -196,10 +196,9 @@ def mixed_precision(
             with jax.named_scope(REWRITTEN), region.tracing(Region(chosen)):
                 return fun(*args, **kwargs)
         with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
-            traced = trace_call(pure, pure_args, pure_kwargs, chosen)
-            results = _rewritten(traced, chosen)
+            rebuild, results = _rewritten(pure, pure_args, pure_kwargs, chosen)
             calls.count(results)
-            return finish(traced.rebuild(results))
+            return finish(rebuild(results))
 
     wraps(fun, wrapped)
     _keras.watch(fun, wrapped)
@@ -207,15 +206,19 @@ def mixed_precision(
     return wrapped
 
 
-def _rewritten(traced: Traced, policy: Policy) -> list[Any]:
-    """Runs a traced function rewritten; returns its arrays."""
+def _rewritten(
+    fun: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
+) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
+    """Runs a function rewritten; returns its arrays, and what puts them together."""
+    traced = trace_call(fun, args, kwargs, policy)
     with _collector.held():
         plan = decide_traced(traced, policy)
         with jax.named_scope(REWRITTEN):
             consts = _compat.constants(traced.closed)
             results = run(plan, consts, traced.arrays)
-        del plan  # or the collector would look at all of it
-        return results
+        rebuild = traced._replace(closed=None, arrays=[]).rebuild
+        del plan, traced  # or the collector would look at all of it
+    return rebuild, results
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -327,8 +328,10 @@ def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def is_float32(aval: Any) -> bool:
-    # NumPy's dtypes of one kind are one object, and references have `inner_aval`.
-    return getattr(aval, "dtype", None) is FLOAT32 and not _compat.is_reference(aval)
+    # NumPy's dtypes of one kind are one object.
+    if getattr(aval, "dtype", None) is not FLOAT32:
+        return False
+    return type(aval) is jax.core.ShapedArray or not _compat.is_reference(aval)
 
 
 def is_half(aval: Any) -> bool:

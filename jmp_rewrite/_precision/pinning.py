@@ -259,10 +259,11 @@ def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
     named = {id(o.eqn) for o in graph.opaque}
     others = [
         Opaque(node.eqn, node.place, why, source_info_util.summarize(info))
-        for node in graph.nodes
-        if not node.place.rewritten
+        for node, category in zip(graph.nodes, pins.categories, strict=True)
+        if (category is None or category is DENY)
+        and not node.place.rewritten
         and id(node.eqn) not in named
-        and (why := _why_alone(node.eqn, pins.categories[node.index]))
+        and (why := _why_alone(node.eqn, category))
         for info in [node.eqn.source_info]
     ]
     return [*graph.opaque, *others]
@@ -271,9 +272,8 @@ def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
 def _why_alone(eqn: Any, category: Category | None) -> str | None:
     if category is None and _holds_program(eqn):
         return "no rule for it, and it holds a program or a function"
-    if category is DENY and reads_float32(eqn):
-        return table.opaque_reason(eqn.primitive.name)
-    return None
+    why = table.opaque_reason(eqn.primitive.name) if category is DENY else None
+    return why if why and reads_float32(eqn) else None
 
 
 def _holds_program(eqn: Any) -> bool:

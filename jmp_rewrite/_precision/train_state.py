@@ -292,6 +292,8 @@ def _carried(
         for received, handed_on in loop.carries
         if received not in streams
     ]
+    if not carries:
+        return set()
     safe = frozenset({Category.INFER, Category.CLEAR})
     together = {received: 1 << n for _, n, received, _ in carries}
     alone = {received: 1 << k for k, (_, _, received, _) in enumerate(carries)}
