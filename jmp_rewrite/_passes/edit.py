@@ -280,6 +280,7 @@ class Editor:
         self.done: collections.Counter[str] = collections.Counter()
         self._name = ""
         self._traced: dict[Any, Any] = {}
+        self._said: dict[tuple[int, int], tuple[Any, frozenset[Marks]]] = {}
         self._is_rewired = False
 
     def _add(self, jaxpr: Any) -> Body:
@@ -338,7 +339,12 @@ class Editor:
 
     def marks(self, body: Body, index: int) -> frozenset[Marks]:
         """Returns what is said of an equation, by each way in which it is reached."""
-        return _under(self._outer(body), _marks_of(body.eqns[index]))
+        stack = body.eqns[index].source_info.name_stack
+        key = id(body), id(stack)
+        if key not in self._said:  # kept with it, or its number is used again
+            own = _marks(_compat.scope_elements(stack))
+            self._said[key] = stack, _under(self._outer(body), own)
+        return self._said[key][1]
 
     def _outer(self, body: Body) -> frozenset[Marks]:
         if body._marks is None:
@@ -485,12 +491,8 @@ class Editor:
         avals = tuple(v.aval for v in operands)
         key = (fun, avals, tuple(static.items()))
         if key not in self._traced:
-
-            def flat(*values: Any) -> Any:
-                return fun(*values, **static)
-
             with like.ctx.manager:
-                self._traced[key] = jax.make_jaxpr(flat)(*avals)
+                self._traced[key] = _tracer(fun, key[2])(*avals)
         closed = self._traced[key]
         body = _compat.open_jaxpr(closed)
         env = dict(zip(body.invars, operands, strict=True))
@@ -524,6 +526,7 @@ class Editor:
     def _connect(self) -> None:
         """Notes what new equations hold, and who calls what now."""
         self._order = []
+        self._said = {}
         self._visit(self._top, set())
         for body in self._order:
             for index, held in body.held.items():
@@ -603,6 +606,16 @@ def _in_place_of(old: Any, made: Any) -> Any:
     return old.replace(jaxpr=made)  # JAX < 0.11: two kinds
 
 
+@functools.lru_cache(maxsize=1024)
+def _tracer(fun: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns what traces a function: one object, so that JAX's caches know it."""
+
+    def flat(*values: Any) -> Any:
+        return fun(*values, **dict(static))
+
+    return jax.make_jaxpr(flat)
+
+
 def _choice(
     *values: Any,
     _branches: tuple[tuple[Where, Callable[..., Any]], ...],
@@ -615,13 +628,6 @@ def _choice(
 
     branches = {where: bound(fun) for where, fun in _branches}
     return by_device(values[:_count], values[_count:], branches, _required)
-
-
-def _marks_of(eqn: Any) -> Marks:
-    elements = _compat.scope_elements(eqn.source_info.name_stack)
-    if not elements:
-        return Marks()
-    return _marks(elements)
 
 
 @functools.lru_cache(maxsize=8192)

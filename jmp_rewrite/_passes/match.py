@@ -263,9 +263,9 @@ def _data(body: Body) -> set[Any]:
             if (
                 index in body.held
                 or eqn.primitive.name in _DATA
-                or any(v in body.data for v in eqn.invars if not hasattr(v, "val"))
+                or any([v in body.data for v in eqn.invars if not hasattr(v, "val")])
             ):
-                body.data.update(v for v in eqn.outvars if is_float(v))
+                body.data.update([v for v in eqn.outvars if is_float(v)])
     return body.data
 
 
