@@ -294,13 +294,14 @@ class _Products:
             reads = [self._read(env, v) for v in eqn.invars]
             name = eqn.primitive.name
             if name in _SAME:
-                outs: list[int] | None = reads
+                outs = reads
             elif _is_open_call(eqn):
                 (jaxpr,) = held_jaxprs(eqn)
                 inner = _compat.open_jaxpr(jaxpr)
-                outs = self._body(inner, dict(zip(inner.invars, reads, strict=True)))
-                if outs is None:
+                made = self._body(inner, dict(zip(inner.invars, reads, strict=True)))
+                if made is None:
                     return None
+                outs = made
             elif name in _APART or held_parameters(name):
                 outs = list(map(self._number, eqn.outvars))
             else:

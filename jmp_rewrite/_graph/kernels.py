@@ -81,7 +81,9 @@ class Kernels:
         """
         if eqn.primitive.name == "convert_element_type" and node is not None:
             self._cast(eqn, self._nodes[node], place)
-        elif _is_kernel(eqn.primitive.name) or any(is_half(v.aval) for v in eqn.outvars):
+        elif _is_kernel(eqn.primitive.name) or any(
+            is_half(v.aval) for v in eqn.outvars
+        ):
             self._compute(eqn, node, place)
 
     def _cast(self, eqn: Any, node: Node, place: Place) -> None:

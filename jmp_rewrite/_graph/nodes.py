@@ -72,6 +72,11 @@ class Value:
         self.slice_of = slice_of
         self.distinct = distinct
 
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return _elements(self.aval.shape)
+
     def at(self, aval: Any, slice_of: int = -1) -> Value:
         """Returns the same value seen with another shape: a slice, or a stack."""
         constant, distinct = self.constant, self.distinct
@@ -100,6 +105,7 @@ class Node:
       place: where it stands.
       inputs: its float32 operands; literals are left out.
       avals: the types of its float32 results.
+      size: how many elements these have.
       literals: operand position -> number, for operands that are known numbers.
       trips: how often it runs, 1 outside of loops.
       given: a cast of an argument of the program that was half when it came in.
@@ -122,6 +128,7 @@ class Node:
         "name",
         "of_bits",
         "place",
+        "size",
         "through",
         "trips",
     )
@@ -143,6 +150,7 @@ class Node:
         self.place = place
         self.inputs = inputs
         self.avals = avals
+        self.size = elements(avals)
         self.literals = literals
         self.trips = trips
         self.given = False
@@ -295,10 +303,9 @@ class Graph:
     def large_operands(self) -> list[list[Value]]:
         """Returns of each node the operands that have to be read to compute it."""
         if self._large is None:
-            sizes = (elements(n.avals) for n in self.nodes)
             self._large = [
-                [v for v in node.inputs if has_to_be_read(v, size)]
-                for node, size in zip(self.nodes, sizes, strict=True)
+                [v for v in node.inputs if has_to_be_read(v, node.size)]
+                for node in self.nodes
             ]
         return self._large
 
@@ -307,7 +314,7 @@ def has_to_be_read(value: Value, size: int) -> bool:
     """Whether an operand is data, and large beside what is made of it."""
     if value.constant is not None or not value.made_of_data:
         return False
-    return 2 * _elements(value.aval.shape) >= size
+    return 2 * value.size >= size
 
 
 def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:

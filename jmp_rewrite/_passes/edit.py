@@ -61,7 +61,7 @@ class Body:
         body = _compat.open_jaxpr(jaxpr)
         self.jaxpr = jaxpr
         self.invars: Sequence[Any] = body.invars
-        self.eqns: Sequence[Any] = body.eqns
+        self.eqns: list[Any] = body.eqns
         self.outvars: Sequence[Any] = body.outvars
         self.calls: list[tuple[Body, int]] = []
         self.held: dict[int, tuple[Body, ...]] = {}
@@ -155,8 +155,8 @@ class Body:
             self._index()
 
     def _extend(self, eqns: Sequence[Any], numbers: Sequence[int]) -> None:
-        self.eqns += eqns
-        self._numbers += numbers
+        self.eqns.extend(eqns)
+        self._numbers.extend(numbers)
 
     def _insert(self, eqns: Sequence[Any]) -> None:
         """Adds new equations."""

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, elements, has_to_be_read
+from jmp_rewrite._graph import Graph, Node, has_to_be_read
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
@@ -103,9 +103,9 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
     for node in graph.nodes:
-        index, rounding = node.index, _price(node.avals, node.trips)
+        index, rounding = node.index, _price(node.size, node.trips)
         free = pins.may_round(index)
-        keeps = index in pins.emits_full or elements(node.avals) <= ONE_LINE
+        keeps = index in pins.emits_full or node.size <= ONE_LINE
         if node.name == "stack_out":
             source = node.inputs[0].node
             origin = _moved(source, graph, pins)
@@ -118,7 +118,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
         if moves_exactly(node, pins):
             for value in node.inputs:
                 if value.node >= 0:
-                    price = _price([value.aval], node.trips)
+                    price = _price(value.size, node.trips)
                     edges.append((value.node, index, price))
         elif pins.categories[index] is not Category.ALLOW:
             saving -= rounding
@@ -164,8 +164,8 @@ def moves_exactly(node: Node, pins: Pins) -> bool:
     return is_clear and node.index not in pins.lossy and node.name not in SHARP
 
 
-def _price(avals: Sequence[Any], trips: int) -> int:
-    return max(1, elements(avals) * trips // ROUNDINGS_PER_BYTE)
+def _price(size: int, trips: int) -> int:
+    return max(1, size * trips // ROUNDINGS_PER_BYTE)
 
 
 def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) -> int:
@@ -179,7 +179,7 @@ def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) 
         half, full = HALF_BYTES, full + HALF_BYTES
     if returned:
         half, full = half + FLOAT32_BYTES, max(full, FLOAT32_BYTES)
-    return (full - half) * elements(node.avals) * node.trips
+    return (full - half) * node.size * node.trips
 
 
 def reads_half(node: int, pins: Pins) -> bool:
@@ -288,7 +288,7 @@ def _bottlenecks(
     token for the class), and what moves it, are on the way.
     """
     consumers, loops = graph.consumers(), _innermost_loops(graph)
-    sizes = [elements(n.avals) for n in graph.nodes]
+    sizes = [n.size for n in graph.nodes]
 
     def is_remade(index: int, size: int) -> bool:
         node = graph.nodes[index]

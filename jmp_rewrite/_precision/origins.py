@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import numpy as np
 
 from jmp_rewrite import _rules
-from jmp_rewrite._graph import Graph, Node, Value, elements, reached
+from jmp_rewrite._graph import Graph, Node, Value, reached
 from jmp_rewrite._rules import DECOMPOSITIONS, Category
 
 # The elements of a result are elements of the operands, each used once.
@@ -209,8 +209,8 @@ def statistics(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
     found: set[int] = set()
     for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
         if node.name in REDUCTIONS:
-            size = elements(node.avals)
-            before = max((elements([v.aval]) for v in node.inputs), default=0)
+            size = node.size
+            before = max((v.size for v in node.inputs), default=0)
             is_statistic = before >= SMALL * size
         elif categories[node.index] is Category.ALLOW:
             is_statistic = False

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value, elements
+from jmp_rewrite._graph import Graph, Node, Value
 from jmp_rewrite._precision.origins import (
     MOVES,
     is_backward,
@@ -124,8 +124,8 @@ def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int
             continue
         if not is_backward(node) or node.name not in _SUMS | _TURNS | MOVES:
             continue
-        size = elements(node.avals)
-        read = [v.node for v in node.inputs if elements([v.aval]) == size]
+        size = node.size
+        read = [v.node for v in node.inputs if v.size == size]
         returned.update(n for n in read if n >= 0)
         if node.name in _SUMS and all(n in made for n in read) and len(read) > 1:
             _follow_back(node, made & _backward_sums(graph, read), graph, found)
@@ -242,9 +242,7 @@ def _terms_of_both(
     return (of_late, of_early) if one == late else (of_early, of_late)
 
 
-def _terms(
-    node: int, graph: Graph, made: set[int], oldest: int = 0
-) -> dict[int, int]:
+def _terms(node: int, graph: Graph, made: set[int], oldest: int = 0) -> dict[int, int]:
     """Returns the values that a value is a sum of, scaled and moved, with their signs.
 
     Itself is one of them, and what comes before `oldest` is none.
