@@ -95,6 +95,7 @@ class _Found:
     def __init__(self, editor: Editor, body: Body) -> None:
         self._editor, self._body = editor, body
         self._stored: dict[int, bool] = {}
+        self._operands: dict[int, list[int]] = {}
         functions = {i for i, _ in body.find(*_FUNCTIONS) if self.is_stored(i)}
         made_of = self._made_of(functions) if functions else {}
         kept = self._kept(made_of, functions)
@@ -142,6 +143,11 @@ class _Found:
 
         -1 stands for what no equation of the body makes, or one that holds a jaxpr.
         """
+        if index not in self._operands:
+            self._operands[index] = self._large_operands(index)
+        return self._operands[index]
+
+    def _large_operands(self, index: int) -> list[int]:
         body, eqn = self._body, self._body.eqns[index]
         size = math.prod(eqn.outvars[0].aval.shape)
         found = []
@@ -156,7 +162,7 @@ class _Found:
         body, editor = self._body, self._editor
         made_of: dict[int, frozenset[int]] = {}
         follows: set[int] = set()  # what is made of one of the functions
-        for index, eqn in enumerate(body.eqns):
+        for index, eqn in enumerate(body.eqns[: self._last_backward()]):
             if eqn.primitive.name not in _ARITHMETIC and index not in functions:
                 continue
             if _is_cast(eqn) or len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
@@ -182,6 +188,14 @@ class _Found:
                     if index in functions or follows.intersection(large):
                         follows.add(index)
         return made_of
+
+    def _last_backward(self) -> int:
+        """Returns the last equation that is, or may hold, one of a backward pass."""
+        body = self._body
+        for index in reversed(range(len(body.eqns))):
+            if index in body.held or self._editor.is_backward(body, index):
+                return index
+        return 0
 
     def _kept(
         self, made_of: dict[int, frozenset[int]], functions: set[int]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value, elements
+from jmp_rewrite._graph import Graph, Node, Value
 from jmp_rewrite._precision.origins import (
     MOVES,
     is_backward,
@@ -67,9 +67,9 @@ def _products_before(graph: Graph, nodes: list[int], products: set[int]) -> set[
 
 
 def _is_sharp(node: Node) -> bool:
-    if node.name in SHARP:
-        return True
-    if node.name != "convert_element_type" or not node.inputs:
+    if node.name != "convert_element_type":
+        return node.name in SHARP
+    if not node.inputs:
         return False
     return np.dtype(node.eqn.params["new_dtype"]).kind in "iu"
 
@@ -107,13 +107,13 @@ def sums_with_exact(graph: Graph, made: set[int]) -> set[int]:
 
     def is_exact(value: Value, size: int) -> bool:
         own = value.node not in made and value.made_of_data and not is_zero(value)
-        return own and elements([value.aval]) == size
+        return own and value.size == size
 
     return {
         n.index
         for n in graph.nodes
         if n.name in ("add", "sub") and n.index in made and not is_backward(n)
-        if any(is_exact(v, elements(n.avals)) for v in n.inputs)
+        if any(is_exact(v, n.size) for v in n.inputs)
     }
 
 
@@ -136,8 +136,8 @@ def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int
             continue
         if not is_backward(node) or node.name not in _SUMS | _TURNS | MOVES:
             continue
-        size = elements(node.avals)
-        read = [v.node for v in node.inputs if elements([v.aval]) == size]
+        size = node.size
+        read = [v.node for v in node.inputs if v.size == size]
         returned.update(n for n in read if n >= 0)
         if node.name in _SUMS and all(n in made for n in read) and len(read) > 1:
             _follow_back(node, made & _backward_sums(graph, read), graph, found)
