@@ -332,6 +332,53 @@ def test_caches_of_a_scan_over_layers():
     assert not [v for v in loop.invars if v.aval.str_short() == "float32[3,24,16]"]
 
 
+def test_caches_that_are_not_stored_are_stacked_in_half():
+    """A stack is no update of the argument, so float32 would be twice the memory."""
+
+    def fun(params, cache, total, x, position):
+        def body(x, inputs):
+            params, cache, total = inputs
+            out, cache = decode(params, cache, x, position)
+            return x + out, (cache, total + out)
+
+        x, (cache, total) = jax.lax.scan(body, x, (params, cache, total))
+        return cache, total, jnp.argmax(x @ params["o"][0])
+
+    cache = jax.tree.map(lambda x: jnp.stack([x + 0.1] * 3), empty_cache())
+    args = layer_weights(3), cache, jnp.ones((3, 1, 16)), inputs(1), 3
+    serve = for_inference(fun, BF16, state={1: 0, 2: 1})
+    (loop,) = eqns(trace(serve, *args), "scan")
+    types = [v.aval.str_short() for v in loop.outvars]
+    assert types.count("bfloat16[3,24,16]") == 2
+    assert "float32[3,1,16]" in types  # what is added to
+    unstored = jax.jit(serve)(*args)
+    same_types(unstored, fun(*args))
+    stored = jax.jit(serve)(*serve.store(*args))
+    assert {*dtypes(stored[0])} == {"bfloat16"}
+    same_bits(unstored, jax.tree.map(lambda x, y: x.astype(y.dtype), stored, unstored))
+    # Of a function whose result may be read by anybody they are float32.
+    (loop,) = eqns(trace(for_inference(fun, BF16), *args), "scan")
+    assert "bfloat16[3,24,16]" not in [v.aval.str_short() for v in loop.outvars]
+
+
+def test_a_cache_that_a_loop_carries_is_updated_as_it_comes():
+    """A loop updates a donated argument in place, and needs no memory for it."""
+
+    def fun(params, cache, x):
+        def body(i, carry):
+            x, cache = carry
+            return decode(params, cache, x, i)
+
+        return jax.lax.fori_loop(0, 4, body, (x, cache))
+
+    args = layer_weights(), empty_cache(), inputs(1)
+    serve = for_inference(fun, BF16, state={1: 1})
+    (loop,) = eqns(trace(serve, *args), "scan", "while")
+    assert "float32[24,16]" in [v.aval.str_short() for v in loop.outvars]
+    (loop,) = eqns(trace(serve, *serve.store(*args)), "scan", "while")
+    assert "float32[24,16]" not in [v.aval.str_short() for v in loop.outvars]
+
+
 # ---- loops that hold the cache
 
 
