@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jmp_rewrite._passes.attention_feature_sums import attention_feature_sums
 from jmp_rewrite._passes.by_device import resolve
+from jmp_rewrite._passes.cpu_convolutions import cpu_convolutions
 from jmp_rewrite._passes.cpu_products import cpu_products
 from jmp_rewrite._passes.cpu_shield import cpu_shield
 from jmp_rewrite._passes.cudnn_convolutions import cudnn_convolutions
@@ -120,6 +121,14 @@ PASSES: tuple[Pass, ...] = (
         ("CPU",),
         "order of sums",
         frozenset({"dot_general"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "cpu_convolutions",
+        cpu_convolutions,
+        ("CPU",),
+        "rounding",
+        frozenset({"conv_general_dilated"}),
         whole_steps_only=False,
     ),
     Pass(
