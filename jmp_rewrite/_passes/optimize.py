@@ -25,6 +25,7 @@ from jmp_rewrite._passes.scatter_as_select import scatter_as_select
 from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
+from jmp_rewrite._passes.softmax_rounded import softmax_rounded
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
 from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
 
@@ -78,6 +79,15 @@ PASSES: tuple[Pass, ...] = (
         ("TPU v5e", "TPU v6e"),
         "nothing",
         frozenset({"reduce_max"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "softmax_rounded",
+        softmax_rounded,
+        ("TPU v5e", "TPU v6e"),
+        "rounding",
+        frozenset({"exp"}),
+        whole_steps_only=False,
     ),
     Pass(
         "recompute_logistic",
