@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from jmp_rewrite._passes.attention_feature_sums import attention_feature_sums
 from jmp_rewrite._passes.by_device import resolve
+from jmp_rewrite._passes.cpu_convolutions import cpu_convolutions
 from jmp_rewrite._passes.cpu_products import cpu_products
 from jmp_rewrite._passes.cpu_shield import cpu_shield
 from jmp_rewrite._passes.cudnn_convolutions import cudnn_convolutions
@@ -24,6 +25,7 @@ from jmp_rewrite._passes.scatter_as_select import scatter_as_select
 from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
+from jmp_rewrite._passes.softmax_rounded import softmax_rounded
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
 from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
 
@@ -77,6 +79,15 @@ PASSES: tuple[Pass, ...] = (
         ("TPU v5e", "TPU v6e"),
         "nothing",
         frozenset({"reduce_max"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "softmax_rounded",
+        softmax_rounded,
+        ("TPU v5e", "TPU v6e"),
+        "rounding",
+        frozenset({"exp"}),
+        whole_steps_only=False,
     ),
     Pass(
         "recompute_logistic",
@@ -120,6 +131,14 @@ PASSES: tuple[Pass, ...] = (
         ("CPU",),
         "order of sums",
         frozenset({"dot_general"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "cpu_convolutions",
+        cpu_convolutions,
+        ("CPU",),
+        "rounding",
+        frozenset({"conv_general_dilated"}),
         whole_steps_only=False,
     ),
     Pass(

@@ -48,6 +48,9 @@ ACTIVATIONS = frozenset(
 # From this many kernels on, XLA:GPU stores what it could compute again in each (there,
 # 23: a norm is five; a GELU is three, where it does not).
 MANY_KERNELS = 4
+# Of a forward function, whose backward pass is not there, or will be (ViT: statistics
+# and result of a norm, and the residual stream; 39 -> 19 MB of 177 on an H200).
+FORWARD_KERNELS = 3
 # And what is made of several stored values, read for statistics along different axes:
 # from this many kernels on (there, 32).
 SEVERAL_KERNELS = 3
@@ -238,8 +241,8 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         needed.update(anchors[n] for n in forward)
         needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
     else:
-        needed |= _bottlenecks(graph, pins, anchors, stored, levels)
         needed |= _read_by_several(graph, anchors, stored, levels)
+    needed |= _bottlenecks(graph, pins, anchors, stored, levels)
     for index in needed:
         if index is not None:
             stored[index] = True
@@ -287,6 +290,7 @@ def _bottlenecks(
     place: in float32, unless it is rounded. What is joined to it, if that is small (a
     token for the class), and what moves it, are on the way.
     """
+    many = MANY_KERNELS if pins.whole_step else FORWARD_KERNELS
     consumers, loops = graph.consumers(), _innermost_loops(graph)
     sizes = [n.size for n in graph.nodes]
 
@@ -315,14 +319,14 @@ def _bottlenecks(
             continue
         kernels: set[int] = set()
         seen, stack = {last}, [last]
-        while stack and len(kernels) < MANY_KERNELS:
+        while stack and len(kernels) < many:
             for reader in consumers[stack.pop()]:
                 kernels.add(levels[reader])
                 is_same = anchors[reader] == node.index
                 if reader not in seen and is_same and is_remade(reader, sizes[last]):
                     seen.add(reader)
                     stack.append(reader)
-        if len(kernels) >= MANY_KERNELS:
+        if len(kernels) >= many:
             found.add(computed)
     return found
 

@@ -333,6 +333,29 @@ def test_a_bias_that_few_kernels_add_is_not_rounded(kernels):
     assert [e.primitive.name for e in rounded].count("add") == (kernels == "many")
 
 
+@pytest.mark.parametrize("norms", [0, 1])
+def test_a_forward_function_rounds_what_begins_a_residual_stream(norms):
+    """Two kernels of a norm and the stream read it; without a norm one reads it."""
+
+    def fun(params, x):
+        w, bias, shift, out = params
+        x = x @ w + bias[None]
+        x = jnp.concatenate([bias[None], x]) + shift[None]
+        h = x
+        for _ in range(norms):
+            h = norm(h, bias)
+        return x + jnp.tanh(h @ out) @ out
+
+    args = weights((D, 48), (48,), (48,), (48, 48)), normal(T, D)
+    jaxpr = trace(mixed_precision(fun, "mixed_bfloat16"), *args)
+    made = [maker(jaxpr, e.invars[0]) for e in choices(jaxpr, "keep_rounding")]
+    rounded = [maker(jaxpr, e.invars[0]) for e in made]
+    sums = [e for e in rounded if e.primitive.name == "add"]
+    assert len(sums) == norms
+    for eqn in sums:
+        assert maker(jaxpr, eqn.invars[0]).primitive.name == "concatenate"
+
+
 def test_a_residual_sum_is_rounded_once():
     """Many kernels read the sum of two streams, not the biased product in it."""
 
