@@ -166,7 +166,7 @@ def _is_stacked(node: Node, half: np.dtype, narrow: set[int]) -> bool:
     donated: a half copy would come on top.
     """
     if node.eqn is None:
-        return node.name == "stack_out" and elements(node.avals) > ONE_LINE
+        return node.name == "stack_out" and node.size > ONE_LINE
     return is_move(node, half) and any(source_of(v) in narrow for v in node.inputs)
 
 

@@ -89,7 +89,7 @@ def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if node.name != "sub" or len(node.inputs) + len(node.literals) < 2:
+        if not _is_difference(node, graph):
             continue
         if any(_spreads(v, graph, small) for v in node.inputs):
             continue
@@ -207,6 +207,28 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
         if on:
             holds.add(node.index)
     return holds
+
+
+def _is_difference(node: Node, graph: Graph) -> bool:
+    """Whether a node subtracts: in a backward pass, adds what is negated."""
+    if len(node.inputs) + len(node.literals) < 2:
+        return False
+    if node.name not in ("add", "add_any"):
+        return node.name == "sub"
+    return sum(_is_negated(v, graph) for v in node.inputs) == 1
+
+
+def _is_negated(value: Value, graph: Graph) -> bool:
+    """Whether a value is the negative of one, moved and scaled by numbers."""
+    while value.node >= 0:
+        node = graph.nodes[value.node]
+        if node.name == "neg":
+            return True
+        passes = node.name in MOVES or node.name in ("mul", "div")
+        if not passes or len(node.inputs) != 1 or node.name == "carry_in":
+            return False
+        (value,) = node.inputs
+    return False
 
 
 def _cancels(node: Node, held: set[int], made: set[int], alone: bool) -> bool:
