@@ -65,12 +65,10 @@ def _write_waiting(editor: Editor) -> None:
     depths = _Depths(editor)
     for body, index, eqn in parts:
         own = depths.of[body, index]
-        readers = [place for var in eqn.outvars for place in _readers(body, var)]
-        later = [depths.of.get(place, -1) for place in readers]
-        if max(later, default=-1) - own < _PRODUCTS:
-            continue
-        for var in eqn.outvars:
-            if not editor.was_here(body, var):
+        for var in eqn.outvars:  # the others are read in the kernels that read them
+            later = [depths.of.get(place, -1) for place in _readers(body, var)]
+            waits = max(later, default=-1) - own >= _PRODUCTS
+            if waits and not editor.was_here(body, var):
                 branches = {Where((GPU,)): _written}
                 (written,) = editor.choose(body, index, [var], [], branches, after=True)
                 editor.read_instead(body, var, written)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jmp_rewrite._passes.attention_feature_sums import attention_feature_sums
+from jmp_rewrite._passes.bias_in_convolution import bias_in_convolution
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._passes.cpu_products import cpu_products
 from jmp_rewrite._passes.cpu_shield import cpu_shield
@@ -130,6 +131,14 @@ PASSES: tuple[Pass, ...] = (
         frozenset({"dot_general"}),
         whole_steps_only=False,
         required=True,
+    ),
+    Pass(
+        "bias_in_convolution",
+        bias_in_convolution,
+        ("NVIDIA",),
+        "rounding",
+        frozenset({"conv_general_dilated"}),
+        whole_steps_only=False,
     ),
     Pass(
         "cudnn_convolutions",

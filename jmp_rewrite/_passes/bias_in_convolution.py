@@ -1,0 +1,98 @@
+"""Biases that cuDNN adds inside of a convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from jmp_rewrite import _compat
+from jmp_rewrite._passes.by_device import GPU, Where
+from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._passes.match import is_float32, is_half_product, is_widening
+from jmp_rewrite._passes.program import ROUNDING
+
+# What may stand between a convolution and its bias: a view of all of it.
+_VIEWS = frozenset({"copy", "expand_dims", "reshape", "squeeze", "transpose"})
+
+
+def bias_in_convolution(editor: Editor) -> None:
+    """A bias is added in half precision to a convolution's result, inside of it.
+
+    cuDNN adds a bias to what it has accumulated in float32, before that is rounded, but
+    only one of the result's own type. A bias that is added in float32 is a kernel of
+    its own, which writes the sum beside the result, and in float32 if several kernels
+    read it. Convolutions in groups take no bias there.
+
+    On NVIDIA GPUs.
+
+    Gain: GAIN
+    """
+    for body, _, eqn in editor.find("conv_general_dilated"):
+        if eqn.params["feature_group_count"] > 1 or eqn.outvars[0].aval.ndim < 4:
+            continue
+        if is_half_product(eqn, editor.half) and eqn.outvars[0].aval.dtype == editor.half:
+            found = _biased(editor, body, eqn)
+            if found is not None:
+                _add_inside(editor, body, *found)
+
+
+def _biased(editor: Editor, body: Body, conv: Any) -> tuple[int, Any, Any] | None:
+    """Returns the sum that alone reads a convolution: its index, half operand, bias."""
+    (var,) = conv.outvars
+    dimension = conv.params["dimension_numbers"].out_spec[1]
+    features = var.aval.shape[dimension]
+    reader = _only_reader(body, var)
+    while reader is not None and reader[1].primitive.name in _VIEWS:
+        (var,) = reader[1].outvars
+        reader = _only_reader(body, var)
+    if reader is None or not is_widening(reader[1], editor.half):
+        return None
+    (wide,) = reader[1].outvars
+    reader = _only_reader(body, wide)
+    if reader is None or reader[1].primitive.name != "add":
+        return None
+    index, total = reader
+    if editor.is_asked(body, index) or editor.was_here(body, total.outvars[0]):
+        return None
+    (bias,) = (v for v in total.invars if v is not wide)
+    source = body.made_by(bias, "broadcast_in_dim")
+    small = bias if source is None else source.invars[0]
+    is_bias = is_float32(bias) and 1 < np.prod(small.aval.shape) <= features
+    return (index, var, bias) if is_bias else None
+
+
+def _only_reader(body: Body, var: Any) -> tuple[int, Any] | None:
+    """Returns the equation that alone reads a value, once, with its index."""
+    reads = body.reads(var)
+    if len(reads) != 1 or reads[0][0] < 0 or reads[0][0] in body.held:
+        return None
+    return reads[0][0], body.eqns[reads[0][0]]
+
+
+def _add_inside(editor: Editor, body: Body, index: int, half: Any, bias: Any) -> None:
+    (total,) = body.eqns[index].outvars
+    source = body.made_by(bias, "broadcast_in_dim")
+    spread = ()
+    if source is not None:
+        bias = source.invars[0]
+        spread = source.params["shape"], source.params["broadcast_dimensions"]
+    rounded = [
+        (at, body.eqns[at])
+        for at, _ in body.reads(total)
+        if at >= 0 and body.eqns[at].primitive.name == ROUNDING
+    ]
+    for at, var in [(index, total), *((at, e.outvars[0]) for at, e in rounded)]:
+        branches = {Where((GPU,)): _sum}
+        (new,) = editor.choose(
+            body, at, [var], [half, bias], branches, after=True, spread=spread
+        )
+        editor.read_instead(body, var, new)
+
+
+def _sum(stored: Any, half: Any, bias: Any, *, spread: tuple[Any, ...]) -> Any:
+    bias = _compat.convert(bias, half.dtype)
+    if spread:
+        bias = lax.broadcast_in_dim(bias, *spread)
+    return [_compat.convert(lax.add(half, bias), stored.dtype)]
