@@ -10,7 +10,13 @@ from jax import lax
 from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._passes.match import is_float32, is_half_product, is_widening
+from jmp_rewrite._passes.match import (
+    is_float32,
+    is_half_product,
+    is_widening,
+    makers,
+    number_of,
+)
 from jmp_rewrite._passes.program import ROUNDING
 
 # What may stand between a convolution and its bias: a view of all of it.
@@ -89,6 +95,34 @@ def _add_inside(editor: Editor, body: Body, index: int, half: Any, bias: Any) ->
             body, at, [var], [half, bias], branches, after=True, spread=spread
         )
         editor.read_instead(body, var, new)
+    if len(rounded) == len(body.reads(total)) == 1:
+        _keep_rectified(editor, body, rounded[0][1].outvars[0])
+
+
+def _keep_rectified(editor: Editor, body: Body, total: Any) -> None:
+    """Keeps XLA from asking a sum for the sign that its rectifier tells as well.
+
+    A rectifier that alone reads the sum is a part of the convolution, and the sum is
+    stored no more.
+    """
+    if len(body.reads(total)) != 1 or body.reads(total)[0][0] < 0:
+        return
+    index, _ = body.reads(total)[0]
+    eqn = body.eqns[index]
+    if len(eqn.outvars) != 1:
+        return
+    (var,) = eqn.outvars
+    ((inner, at), *others) = makers(editor, body, var)
+    if others or at < 0 or inner.eqns[at].primitive.name != "max":
+        return
+    if any(number_of(inner, v) == 0 for v in inner.eqns[at].invars):
+        branches = {Where((GPU,)): _apart}
+        (new,) = editor.choose(body, index, [var], [], branches, after=True)
+        editor.read_instead(body, var, new)
+
+
+def _apart(x: Any) -> Any:
+    return [lax.optimization_barrier(x)]
 
 
 def _sum(stored: Any, half: Any, bias: Any, *, spread: tuple[Any, ...]) -> Any:

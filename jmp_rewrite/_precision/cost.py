@@ -33,7 +33,7 @@ from jmp_rewrite._precision import origins
 from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
-from jmp_rewrite._rules import COSTLY, SHARP, Category
+from jmp_rewrite._rules import COSTLY, SHARP, VIEWS, Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
@@ -240,6 +240,7 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
     else:
         needed |= _bottlenecks(graph, pins, anchors, stored, levels)
+        needed |= _biased_convolutions(graph, pins)
         needed |= _read_by_several(graph, anchors, stored, levels)
     for index in needed:
         if index is not None:
@@ -288,6 +289,7 @@ def _bottlenecks(
     """
     consumers, loops = graph.consumers(), _innermost_loops(graph)
     sizes = [elements(n.avals) for n in graph.nodes]
+    spread = _spread(graph)
 
     def is_remade(index: int, size: int) -> bool:
         node = graph.nodes[index]
@@ -297,7 +299,7 @@ def _bottlenecks(
     def follows(index: int, source: int) -> bool:
         size = sizes[source]
         inputs = graph.nodes[index].inputs
-        large = sum(has_to_be_read(v, size) for v in inputs)
+        large = sum(has_to_be_read(v, size) and v.node not in spread for v in inputs)
         same_loop = loops[index] == loops[source]
         return same_loop and large == 1 and is_remade(index, size)
 
@@ -323,6 +325,29 @@ def _bottlenecks(
                     stack.append(reader)
         if len(kernels) >= MANY_KERNELS:
             found.add(computed)
+    return found
+
+
+def _biased_convolutions(graph: Graph, pins: Pins) -> set[int]:
+    """Returns the sums of convolutions and their biases.
+
+    A compiler adds a bias inside of the convolution, or in its epilogue, so that what is
+    stored is the sum.
+    """
+    consumers, spread = graph.consumers(), _spread(graph)
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.name != "conv_general_dilated" or not reads_half(node.index, pins):
+            continue
+        readers = consumers[node.index]
+        while len(readers) == 1 and graph.nodes[readers[0]].name in VIEWS:
+            readers = consumers[readers[0]]
+        if len(readers) == 1 and graph.nodes[readers[0]].name == "add":
+            total = graph.nodes[readers[0]]
+            size = elements(total.avals)
+            large = [v for v in total.inputs if has_to_be_read(v, size)]
+            if len([v for v in large if v.node not in spread]) == 1:
+                found.add(total.index)
     return found
 
 
@@ -360,6 +385,18 @@ def _read_by_several(
                     stack.append(reader)
         if len(kernels) >= SEVERAL_KERNELS:
             found.add(made)
+    return found
+
+
+def _spread(graph: Graph) -> set[int]:
+    """Returns the nodes that repeat small values, as a bias is for each position."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if len(node.inputs) == 1 and node.name in VIEWS:
+            (value,) = node.inputs
+            size = elements(node.avals)
+            if value.node in found or not has_to_be_read(value, size):
+                found.add(node.index)
     return found
 
 
