@@ -22,6 +22,7 @@ from jmp_rewrite._passes.recompute_logistic import recompute_logistic
 from jmp_rewrite._passes.recompute_stacks import recompute_stacks
 from jmp_rewrite._passes.round_last_gradients import round_last_gradients
 from jmp_rewrite._passes.scatter_as_select import scatter_as_select
+from jmp_rewrite._passes.scatter_as_sum import scatter_as_sum
 from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
@@ -64,6 +65,13 @@ PASSES: tuple[Pass, ...] = (
         ("all",),
         "nothing",
         frozenset({"scatter", "scatter-add"}),
+    ),
+    Pass(
+        "scatter_as_sum",
+        scatter_as_sum,
+        ("all",),
+        "order of sums",
+        frozenset({"scatter-add"}),
     ),
     Pass(
         "attention_feature_sums",
