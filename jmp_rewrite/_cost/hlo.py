@@ -398,9 +398,7 @@ def _used(parameter: Instruction, inside: dict[str, Instruction]) -> list[Array]
     return found
 
 
-def _updated(
-    array: Array, update: Instruction, among: dict[str, Instruction]
-) -> Array:
+def _updated(array: Array, update: Instruction, among: dict[str, Instruction]) -> Array:
     """The part of an array that an update in place writes."""
     (part,) = among[update.operands[UPDATES[update.opcode]]].arrays
     written = array._replace(shape=part.shape)

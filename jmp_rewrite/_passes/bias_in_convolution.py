@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
@@ -16,6 +16,7 @@ from jmp_rewrite._passes.match import (
     is_widening,
     makers,
     number_of,
+    only_reader,
 )
 from jmp_rewrite._passes.program import ROUNDING
 
@@ -38,7 +39,10 @@ def bias_in_convolution(editor: Editor) -> None:
     for body, _, eqn in editor.find("conv_general_dilated"):
         if eqn.params["feature_group_count"] > 1 or eqn.outvars[0].aval.ndim < 4:
             continue
-        if is_half_product(eqn, editor.half) and eqn.outvars[0].aval.dtype == editor.half:
+        if (
+            is_half_product(eqn, editor.half)
+            and eqn.outvars[0].aval.dtype == editor.half
+        ):
             found = _biased(editor, body, eqn)
             if found is not None:
                 _add_inside(editor, body, *found)
@@ -46,35 +50,27 @@ def bias_in_convolution(editor: Editor) -> None:
 
 def _biased(editor: Editor, body: Body, conv: Any) -> tuple[int, Any, Any] | None:
     """Returns the sum that alone reads a convolution: its index, half operand, bias."""
-    (var,) = conv.outvars
+    (half,) = conv.outvars
     dimension = conv.params["dimension_numbers"].out_spec[1]
-    features = var.aval.shape[dimension]
-    reader = _only_reader(body, var)
-    while reader is not None and reader[1].primitive.name in _VIEWS:
-        (var,) = reader[1].outvars
-        reader = _only_reader(body, var)
-    if reader is None or not is_widening(reader[1], editor.half):
+    features = half.aval.shape[dimension]
+    reader = only_reader(body, half, GPU)
+    while reader is not None and body.eqns[reader[0]].primitive.name in _VIEWS:
+        (half,) = body.eqns[reader[0]].outvars
+        reader = only_reader(body, half, GPU)
+    if reader is None or not is_widening(body.eqns[reader[0]], editor.half):
         return None
-    (wide,) = reader[1].outvars
-    reader = _only_reader(body, wide)
-    if reader is None or reader[1].primitive.name != "add":
+    reader = only_reader(body, body.eqns[reader[0]].outvars[0], GPU)
+    if reader is None or body.eqns[reader[0]].primitive.name != "add":
         return None
-    index, total = reader
+    index, wide = reader
+    total = body.eqns[index]
     if editor.is_asked(body, index) or editor.was_here(body, total.outvars[0]):
         return None
     (bias,) = (v for v in total.invars if v is not wide)
     source = body.made_by(bias, "broadcast_in_dim")
     small = bias if source is None else source.invars[0]
-    is_bias = is_float32(bias) and 1 < np.prod(small.aval.shape) <= features
-    return (index, var, bias) if is_bias else None
-
-
-def _only_reader(body: Body, var: Any) -> tuple[int, Any] | None:
-    """Returns the equation that alone reads a value, once, with its index."""
-    reads = body.reads(var)
-    if len(reads) != 1 or reads[0][0] < 0 or reads[0][0] in body.held:
-        return None
-    return reads[0][0], body.eqns[reads[0][0]]
+    is_bias = is_float32(bias) and 1 < math.prod(small.aval.shape) <= features
+    return (index, half, bias) if is_bias else None
 
 
 def _add_inside(editor: Editor, body: Body, index: int, half: Any, bias: Any) -> None:
@@ -95,7 +91,7 @@ def _add_inside(editor: Editor, body: Body, index: int, half: Any, bias: Any) ->
             body, at, [var], [half, bias], branches, after=True, spread=spread
         )
         editor.read_instead(body, var, new)
-    if len(rounded) == len(body.reads(total)) == 1:
+    if rounded and only_reader(body, total, GPU) is not None:
         _keep_rectified(editor, body, rounded[0][1].outvars[0])
 
 
@@ -105,10 +101,10 @@ def _keep_rectified(editor: Editor, body: Body, total: Any) -> None:
     A rectifier that alone reads the sum is a part of the convolution, and the sum is
     stored no more.
     """
-    if len(body.reads(total)) != 1 or body.reads(total)[0][0] < 0:
+    reader = only_reader(body, total, GPU)
+    if reader is None:
         return
-    index, _ = body.reads(total)[0]
-    eqn = body.eqns[index]
+    index, eqn = reader[0], body.eqns[reader[0]]
     if len(eqn.outvars) != 1:
         return
     (var,) = eqn.outvars

@@ -13,6 +13,7 @@ from jmp_rewrite._passes.cpu_products import cpu_products
 from jmp_rewrite._passes.cpu_shield import cpu_shield
 from jmp_rewrite._passes.cudnn_convolutions import cudnn_convolutions
 from jmp_rewrite._passes.edit import Editor
+from jmp_rewrite._passes.epilogue_in_product import epilogue_in_product
 from jmp_rewrite._passes.keep_rounding import keep_rounding
 from jmp_rewrite._passes.live_ranges import live_ranges
 from jmp_rewrite._passes.program import ROUNDING, Pass, Program
@@ -147,6 +148,13 @@ PASSES: tuple[Pass, ...] = (
         "rounding",
         frozenset({"conv_general_dilated"}),
         whole_steps_only=False,
+    ),
+    Pass(
+        "epilogue_in_product",
+        epilogue_in_product,
+        ("NVIDIA",),
+        "rounding",
+        frozenset({"dot_general"}),
     ),
     Pass(
         "cudnn_convolutions",

@@ -331,8 +331,8 @@ def _bottlenecks(
 def _biased_convolutions(graph: Graph, pins: Pins) -> set[int]:
     """Returns the sums of convolutions and their biases.
 
-    A compiler adds a bias inside of the convolution, or in its epilogue, so that what is
-    stored is the sum.
+    A compiler adds a bias inside of the convolution, or in its epilogue, so that what
+    is stored is the sum.
     """
     consumers, spread = graph.consumers(), _spread(graph)
     found: set[int] = set()
