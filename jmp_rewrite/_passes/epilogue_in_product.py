@@ -63,6 +63,7 @@ def epilogue_in_product(editor: Editor) -> None:
 
     Gain: GAIN
     """
+    instead: dict[Any, Any] = {}
     for body, index, eqn in editor.find("dot_general"):
         (out,) = eqn.outvars
         if not is_half_product(eqn, editor.half) or out.aval.dtype != editor.half:
@@ -71,7 +72,7 @@ def epilogue_in_product(editor: Editor) -> None:
             continue
         found = _steps(editor, body, out)
         if found is not None:
-            _compute_inside(editor, body, eqn, *found)
+            _compute_inside(editor, body, eqn, *found, instead)
 
 
 def _is_merged(editor: Editor, body: Body, eqn: Any) -> bool:
@@ -186,13 +187,15 @@ def _compute_inside(
     index: int,
     rounded: Any,
     steps: tuple[_Step, ...],
+    instead: dict[Any, Any],
 ) -> None:
+    operands = [instead.get(v, v) for v in product.invars]  # what it reads from now on
     small = [s.small for s in steps if s.small is not None]
     (new,) = editor.choose(
         body,
         index,
         [rounded],
-        [*product.invars, *small],
+        [*operands, *small],
         {Where((GPU,)): _product},
         after=True,
         primitive=product.primitive,
@@ -200,6 +203,7 @@ def _compute_inside(
         steps=tuple(s._replace(small=s.small is not None) for s in steps),
     )
     editor.read_instead(body, rounded, new)
+    instead[rounded] = new
 
 
 def _product(
