@@ -42,7 +42,7 @@ def live_ranges(editor: Editor) -> None:
     zeros that a sum starts from when the program begins, because that reads nothing.
     Both are large in a program that adds up in float32. The zeros wait for what is
     stored of the terms, or for one of them: terms that are computed as they are added
-    would be written to be waited for.
+    would be written to be waited for. What is read at once is not written.
 
     On NVIDIA GPUs, in whole train steps.
 
