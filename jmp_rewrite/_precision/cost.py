@@ -99,6 +99,13 @@ def storage(graph: Graph, pins: Pins) -> Storage:
         lambda n: reads_half(n, pins) or n in weighed,
         lambda n: moves_exactly(graph.nodes[n], pins),
     )
+    operands = read_alone(
+        graph,
+        lambda n: reads_half(n, pins),
+        lambda n: moves_exactly(graph.nodes[n], pins),
+    )
+    wants = {n for n in operands if moves_exactly(graph.nodes[n], pins)}
+    wants |= {n.index for n in graph.nodes if reads_half(n.index, pins)}
     activations = _activations(graph, pins)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
@@ -114,7 +121,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
             elif index not in factors and origin not in activations:
                 keeps = True
         may.append(free and not keeps)
-        saving = _saving(node, graph, pins, stored[index], index in returned)
+        saving = _saving(node, graph, wants, stored[index], index in returned)
         if moves_exactly(node, pins):
             for value in node.inputs:
                 if value.node >= 0:
@@ -170,10 +177,20 @@ def _price(avals: Sequence[Any], trips: int) -> int:
     return max(1, elements(avals) * trips // ROUNDINGS_PER_BYTE)
 
 
-def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) -> int:
-    """Returns the bytes that a half result of a node saves."""
+def _saving(
+    node: Node, graph: Graph, wants: set[int], stored: bool, returned: bool
+) -> int:
+    """Returns the bytes that a half result of a node saves.
+
+    Args:
+      node: the node.
+      graph: the program.
+      wants: the products of half operands, and what moves these there alone.
+      stored: whether the result is written to memory.
+      returned: whether the program returns it.
+    """
     readers = graph.consumers()[node.index]
-    products = [r for r in readers if reads_half(r, pins)]
+    products = [r for r in readers if r in wants]
     half = full = 0
     if stored or 0 < len(products) < len(readers):
         half, full = HALF_BYTES, FLOAT32_BYTES
