@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +19,14 @@ from jmp_rewrite._passes.match import (
     is_widening,
     only_reader,
 )
-from jmp_rewrite._passes.program import ROUNDING
+from jmp_rewrite._passes.program import CASTS, ROUNDING
 
 _OF_ONE = frozenset({"abs", "logistic", "neg", "tanh"})
 _OF_TWO = frozenset({"add", "div", "max", "min", "mul", "sub"})
 _VIEWS = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})
+_CUTS = frozenset({"slice", "split", "transpose"})
+# These are views of what is written in another order: behind what is written.
+_ORDERS = "transpose"
 
 
 # Of what holds a jaxpr, that which may be left out.
@@ -72,7 +76,7 @@ def epilogue_in_product(editor: Editor) -> None:
         if editor.is_asked(body, index) or _is_merged(editor, body, eqn):
             continue
         found = _steps(editor, body, out)
-        if found is not None:
+        if found is not None and not _is_cut(body, found[1]):
             _compute_inside(editor, body, eqn, *found, instead)
 
 
@@ -88,6 +92,27 @@ def _is_merged(editor: Editor, body: Body, eqn: Any) -> bool:
     return False
 
 
+def _is_cut(body: Body, var: Any) -> bool:
+    """Whether parts of a value, or another order, are all that is read of it.
+
+    Queries, keys and values are computed of the product in the kernels that read them,
+    which then lie in the order in which these want them.
+    """
+    names = set(_read_by(body, var))
+    return bool(names) and names <= _CUTS
+
+
+def _read_by(body: Body, var: Any) -> Iterator[str]:
+    """Yields the primitives that read a value, or a cast or a view of it."""
+    for at, _ in body.reads(var):
+        eqn = body.eqns[at] if at >= 0 else None
+        name = "" if eqn is None else eqn.primitive.name
+        if eqn is not None and (name in CASTS or name in _VIEWS - _CUTS):
+            yield from _read_by(body, eqn.outvars[0])
+        else:
+            yield name
+
+
 def _steps(
     editor: Editor, body: Body, var: Any
 ) -> tuple[int, Any, tuple[_Step, ...]] | None:
@@ -97,6 +122,7 @@ def _steps(
     """
     steps: list[_Step] = []
     found: tuple[int, Any, tuple[_Step, ...]] | None = None
+    is_ordered = False
     while (reader := only_reader(body, var, GPU)) is not None:
         index, var = reader
         outer, line = body.eqns[index], _line(body, index)
@@ -109,6 +135,9 @@ def _steps(
             elif not is_widening(inner, editor.half):
                 step = _step(body, outer, inner, var)
                 if step is None or (is_rounded and not _is_limit(step)):
+                    return found
+                is_ordered |= step.primitive.name == _ORDERS
+                if is_ordered and not _commutes(step):
                     return found
                 steps.append(step)
             elif is_rounded:
@@ -124,6 +153,12 @@ def _steps(
 def _is_narrowing(eqn: Any, half: np.dtype) -> bool:
     is_cast = eqn.primitive.name in (ROUNDING, "convert_element_type")
     return is_cast and is_float32(eqn.invars[0]) and eqn.outvars[0].aval.dtype == half
+
+
+def _commutes(step: _Step) -> bool:
+    """Whether a step may as well stand before a transpose that precedes it."""
+    name = step.primitive.name
+    return name == _ORDERS or (name not in _VIEWS and step.small is None)
 
 
 def _is_limit(step: _Step) -> bool:
@@ -218,8 +253,9 @@ def _product(
     steps: tuple[_Step, ...],
 ) -> Any:
     others = iter(small)
+    orders = [s for s in steps if s.primitive.name == _ORDERS]
     x = primitive.bind(lhs, rhs, **dict(params, preferred_element_type=FLOAT32))
-    for step in steps:
+    for step in (s for s in steps if s.primitive.name != _ORDERS):
         operands = [x]
         if step.number is not None:
             operands.insert(1 - step.position, np.float32(step.number))
@@ -229,4 +265,7 @@ def _product(
                 other = lax.broadcast_in_dim(other, *step.spread)
             operands.insert(1 - step.position, other)
         x = step.primitive.bind(*operands, **dict(step.params))
-    return [lax.optimization_barrier(_compat.convert(x, stored.dtype))]
+    x = lax.optimization_barrier(_compat.convert(x, stored.dtype))
+    for step in orders:
+        x = step.primitive.bind(x, **dict(step.params))
+    return [x]
