@@ -450,15 +450,15 @@ VOCABULARY, LAYERS, LENGTH, END = 24, 2, 8, 3
 
 
 def language_model(params, tokens, caches, at):
-    """Reads one token of each sequence; caches as a dict of layers, as Flax has them."""
+    """Reads a token of each sequence; caches as a dict of layers, as Flax has them."""
     x, new = params["embed"][tokens], {}
-    for name, layer in params["layers"].items():
+    for name, block in params["layers"].items():
         cache = caches[name]
-        rows = {n: (x @ layer[n])[:, None] for n in ("k", "v")}
+        rows = {n: (x @ block[n])[:, None] for n in ("k", "v")}
         kept = {
             n: jax.lax.dynamic_update_slice(cache[n], rows[n], (0, at, 0)) for n in rows
         }
-        scores = jnp.einsum("bd,bkd->bk", x @ layer["q"], kept["k"])
+        scores = jnp.einsum("bd,bkd->bk", x @ block["q"], kept["k"])
         scores = jnp.where(jnp.arange(LENGTH)[None] <= at, scores, -1e9)
         x = x + jnp.einsum("bk,bkd->bd", jax.nn.softmax(scores), kept["v"])
         new[name] = {**kept, "index": cache["index"] + 1}
