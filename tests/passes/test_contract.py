@@ -279,3 +279,26 @@ def test_numbers_are_as_declared():
     for own in PASSES:
         assert own.reason and "Gain:" in own.run.__doc__
         assert own.devices == ("all",) or devices_of(own)
+
+
+@by_loss
+def test_a_body_knows_its_readers_and_makers_after_each_pass(loss):
+    editor = Editor(explicit(loss))
+    for own in PASSES:
+        for body in editor.bodies:  # an index that is there before the pass edits
+            read = [body.reads(v) for v in body.invars]
+            assert len(read) == len(body.parameter)
+        editor.run(own.name, own.run)
+        for body in editor.bodies:
+            readers = {}
+            for index, eqn in enumerate(body.eqns):
+                for position, atom in enumerate(eqn.invars):
+                    if not hasattr(atom, "val"):
+                        readers.setdefault(atom, []).append((index, position))
+            for position, atom in enumerate(body.outvars):
+                if not hasattr(atom, "val"):
+                    readers.setdefault(atom, []).append((-1, position))
+            makers = {v: i for i, eqn in enumerate(body.eqns) for v in eqn.outvars}
+            assert {v: body.reads(v) for v in readers} == readers
+            assert all(body.maker[v] == index for v, index in makers.items())
+            assert not any(body.reads(v) for v in makers if v not in readers)
