@@ -33,7 +33,7 @@ from jmp_rewrite._precision import origins
 from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
-from jmp_rewrite._rules import COSTLY, SHARP, VIEWS, Category
+from jmp_rewrite._rules import COSTLY, MOVES, SHARP, VIEWS, Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
@@ -107,7 +107,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
         lambda n: reads_half(n, pins),
         lambda n: moves_exactly(graph.nodes[n], pins),
     )
-    wants = {n for n in operands if moves_exactly(graph.nodes[n], pins)}
+    wants = {n for n in operands if graph.nodes[n].name in MOVES}
     wants |= {n.index for n in graph.nodes if reads_half(n.index, pins)}
     activations = _activations(graph, pins)
     may, saved, edges = [], [], []
@@ -366,8 +366,7 @@ def _biased_convolutions(graph: Graph, pins: Pins) -> set[int]:
             readers = consumers[readers[0]]
         if len(readers) == 1 and graph.nodes[readers[0]].name == "add":
             total = graph.nodes[readers[0]]
-            size = total.size
-            large = [v for v in total.inputs if has_to_be_read(v, size)]
+            large = [v for v in total.inputs if has_to_be_read(v, total.size)]
             if len([v for v in large if v.node not in spread]) == 1:
                 found.add(total.index)
     return found
@@ -416,8 +415,7 @@ def _spread(graph: Graph) -> set[int]:
     for node in graph.nodes:
         if len(node.inputs) == 1 and node.name in VIEWS:
             (value,) = node.inputs
-            size = node.size
-            if value.node in found or not has_to_be_read(value, size):
+            if value.node in found or not has_to_be_read(value, node.size):
                 found.add(node.index)
     return found
 
