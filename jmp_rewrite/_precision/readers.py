@@ -9,6 +9,8 @@ is added, or not at all.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from jmp_rewrite._graph import Graph, Node, Value
@@ -38,6 +40,10 @@ _KEEPS_OFFSET = MOVES | {
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _TURNS = frozenset({"neg"})
+# A value is the same but for a number behind these, if they read nothing else.
+_SCALES = (MOVES - {"carry_in", "join"}) | {"div", "mul", "neg"}
+# A sum of more values is followed no further back.
+_MOST_TERMS = 256
 
 
 def read_sharply(graph: Graph, products: set[int]) -> dict[int, int]:
@@ -210,25 +216,46 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
 
 
 def _is_difference(node: Node, graph: Graph) -> bool:
-    """Whether a node subtracts: in a backward pass, adds what is negated."""
+    """Whether a node subtracts, or adds the negative of what it is a sum of.
+
+    A backward pass adds up cotangents, of which that of a subtracted value is negated.
+    """
     if len(node.inputs) + len(node.literals) < 2:
         return False
     if node.name not in ("add", "add_any"):
         return node.name == "sub"
-    return sum(_is_negated(v, graph) for v in node.inputs) == 1
+    for one, other in itertools.permutations(node.inputs, 2):
+        negated = _negated(one, graph)
+        if negated is not None and negated in _terms(other, graph):
+            return True
+    return False
 
 
-def _is_negated(value: Value, graph: Graph) -> bool:
-    """Whether a value is the negative of one, moved and scaled by numbers."""
+def _negated(value: Value, graph: Graph) -> int | None:
+    """Returns the node of which a value is the negative, moved and scaled."""
+    is_negative = False
     while value.node >= 0:
         node = graph.nodes[value.node]
-        if node.name == "neg":
-            return True
-        passes = node.name in MOVES or node.name in ("mul", "div")
-        if not passes or len(node.inputs) != 1 or node.name == "carry_in":
-            return False
+        if node.name not in _SCALES or len(node.inputs) != 1:
+            break
+        is_negative |= node.name == "neg"
         (value,) = node.inputs
-    return False
+    return value.node if is_negative and value.node >= 0 else None
+
+
+def _terms(value: Value, graph: Graph) -> set[int]:
+    """Returns the nodes that a value is a sum of, scaled and moved; itself is one."""
+    found: set[int] = set()
+    stack = [value.node]
+    while stack and len(found) < _MOST_TERMS:
+        index = stack.pop()
+        if index < 0 or index in found:
+            continue
+        found.add(index)
+        node = graph.nodes[index]
+        if node.name in _SUMS or (node.name in _SCALES and len(node.inputs) == 1):
+            stack += [v.node for v in node.inputs]
+    return found
 
 
 def _cancels(node: Node, held: set[int], made: set[int], alone: bool) -> bool:
