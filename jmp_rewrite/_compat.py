@@ -150,7 +150,110 @@ def in_scope(eqn: Any, like: Any, name: str) -> Any:
 
 def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
     """Evaluates a closed jaxpr in the current trace; keeps name stacks and lines."""
-    return list(jax.core.eval_jaxpr(open_jaxpr(closed), constants(closed), *args))
+    body, values = open_jaxpr(closed), [*constants(closed), *args]
+    staging = Staging.of(body)
+    if staging is None or not all(isinstance(x, jax.Array) for x in values):
+        return list(jax.core.eval_jaxpr(body, constants(closed), *args))
+    env = dict(zip([*body.constvars, *body.invars], values, strict=True))
+    outer = current_name_stack()
+    for eqn in body.eqns:
+        reads = [_read(env, v) for v in eqn.invars]
+        outs = staging.copy(eqn, reads)
+        if outs is None:
+            with user_context(eqn, outer), eqn.ctx.manager:
+                outs = bind(eqn, reads, eqn.params)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_read(env, v) for v in body.outvars]
+
+
+def _read(env: dict[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+
+class Staging:
+    """The trace of `jit`, to which finished equations are added as they are.
+
+    To bind an equation anew is to ask for its types, effects and shardings once more,
+    which takes five times as long.
+    """
+
+    def __init__(self, trace: Any) -> None:
+        from jax._src.interpreters import partial_eval
+
+        self._trace = trace
+        self._outer = current_name_stack()
+        self._stacks: dict[int, tuple[Any, Any]] = {}
+        self._tracer = partial_eval.DynamicJaxprTracer
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> Staging | None:
+        """Returns what adds a jaxpr's equations to the current trace.
+
+        None if that one computes, or transforms what is bound in it.
+        """
+        from jax._src import core
+
+        trace = core.trace_ctx.trace
+        stages = type(trace).__name__ == "DynamicJaxprTrace" and not trace.requires_low
+        return cls(trace) if stages and not open_jaxpr(jaxpr).is_high else None
+
+    def copy(self, eqn: Any, operands: Sequence[Any]) -> list[Any] | None:
+        """Adds an equation of the jaxpr to the current trace.
+
+        Args:
+          eqn: the equation.
+          operands: what it reads; in place of a literal its own number.
+
+        Returns:
+          Its results; None if it must be bound anew, because an operand has another
+          type, or because binding it does more than to add it.
+        """
+        if eqn.effects or not _is_plain(eqn.primitive):
+            return None
+        trace, info, tracers = self._trace, eqn.source_info, []
+        if self._outer.stack:
+            info = info.replace(name_stack=self._inside(info.name_stack))
+        for atom, x in zip(eqn.invars, operands, strict=True):
+            aval = atom.aval
+            if isinstance(atom, jex.Literal):
+                if x is not atom.val:
+                    return None
+                x = self._tracer(trace, aval, atom, info)
+            elif getattr(x, "_trace", None) is not trace:
+                return None
+            elif x.aval is not aval and x.aval != aval:
+                return None
+            tracers.append(x)
+        if eqn.primitive is _CAST and trace.get_const(tracers[0]) is not None:
+            return None
+        avals = [v.aval for v in eqn.outvars]
+        results: list[Any] = trace.emit_eqn(
+            tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx
+        )
+        return results
+
+    def _inside(self, stack: Any) -> Any:
+        """Returns a name stack inside the scopes that are entered now."""
+        if id(stack) not in self._stacks:  # kept with it, or its number is used again
+            self._stacks[id(stack)] = stack, self._outer + stack
+        return self._stacks[id(stack)][1]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_plain(primitive: Any) -> bool:
+    """Whether to bind a primitive, while `jit` traces, is to add an equation.
+
+    Of operands with equal types the equation is then equal, too. What jaxprs hold of a
+    call is inlined while it is traced for the first time, or never.
+    """
+    if primitive is _CAST:  # of a constant it computes one
+        return True
+    own = vars(primitive)
+    is_bound_otherwise = "bind" in own or "bind_with_trace" in own
+    return type(primitive) is jex.Primitive and not is_bound_otherwise
+
+
+_CAST = primitives.convert_element_type_p
 
 
 def as_cast(eqn: Any) -> Any:

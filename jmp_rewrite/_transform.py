@@ -196,18 +196,29 @@ def mixed_precision(
             with jax.named_scope(REWRITTEN), region.tracing(Region(chosen)):
                 return fun(*args, **kwargs)
         with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
-            traced = trace_call(pure, pure_args, pure_kwargs, chosen)
-            plan = decide_traced(traced, chosen)
-            with jax.named_scope(REWRITTEN):
-                consts = _compat.constants(traced.closed)
-                results = run(plan, consts, traced.arrays)
+            rebuild, results = _rewritten(pure, pure_args, pure_kwargs, chosen)
             calls.count(results)
-            return finish(traced.rebuild(results))
+            return finish(rebuild(results))
 
     wraps(fun, wrapped)
     _keras.watch(fun, wrapped)
     wrapped.decorated = Decorated(wrapped, fun, fixed, static.hide)  # type: ignore[attr-defined]
     return wrapped
+
+
+def _rewritten(
+    fun: Callable[..., Any], args: Any, kwargs: Any, policy: Policy
+) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
+    """Runs a function rewritten; returns its arrays, and what puts them together."""
+    traced = trace_call(fun, args, kwargs, policy)
+    with _collector.held():
+        plan = decide_traced(traced, policy)
+        with jax.named_scope(REWRITTEN):
+            consts = _compat.constants(traced.closed)
+            results = run(plan, consts, traced.arrays)
+        rebuild = traced._replace(closed=None, arrays=[]).rebuild
+        del plan, traced  # or the collector would look at all of it
+    return rebuild, results
 
 
 @functools.cache
@@ -494,12 +505,14 @@ def _decide(
         return build.build(closed, is_opaque, place, by_path, by_sign, dtype)
 
     graph = graph_of(closed)
-    if not differentiated and is_whole_step(graph):
+    whole_step = not differentiated and is_whole_step(graph)
+    if whole_step:
         merged = computed_once(closed, by_path)
         if merged is not closed:
             graph = graph_of(merged)
+            whole_step = is_whole_step(graph)
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
-    pins = _pin.pin(graph, policy, overrides, differentiated)
+    pins = _pin.pin(graph, policy, overrides, whole_step)
     _log_opaque(_pin.left_alone(graph, pins))
     plan = _plan.make_plan(
         graph,

@@ -106,14 +106,43 @@ class Emitter:
     ) -> None:
         """Emits equations of one use of a jaxpr, given with their indices in there."""
         outer = _compat.current_name_stack()
+        staging = _compat.Staging.of(instance.jaxpr)
         for index, eqn in eqns:
-            with _compat.user_context(eqn, outer), eqn.ctx.manager:
-                if instance.nodes[index] in self.plan.asked:
-                    with jax.named_scope(FULL_PRECISION):
-                        outs = self._equation(instance, index, eqn, env)
-                else:
-                    outs = self._equation(instance, index, eqn, env)
+            outs = None
+            if staging is not None and self._stays(instance, index):
+                outs = self._copy(staging, eqn, env)
+            if outs is None:
+                with _compat.user_context(eqn, outer), eqn.ctx.manager:
+                    outs = self._in_scope(instance, index, eqn, env)
             env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _stays(self, instance: Instance, index: int) -> bool:
+        """Whether an equation is emitted as it was, if its operands are."""
+        node = instance.nodes[index]
+        if index in instance.inner:
+            return not self._is_touched(instance.inner[index])
+        if node is None:
+            return True
+        if isinstance(node, tuple) or self.plan.labels[node] is not Label.FLOAT32:
+            return False
+        is_other = index in instance.instead or index in instance.partial
+        return not is_other and node not in self.plan.asked
+
+    def _copy(
+        self, staging: _compat.Staging, eqn: Any, env: dict[Any, Cell]
+    ) -> list[Cell] | None:
+        """Adds an equation as it was; None if it has to be bound anew."""
+        reads = [v.val if hasattr(v, "val") else env[v].value for v in eqn.invars]
+        outs = staging.copy(eqn, reads)
+        return None if outs is None else [Cell(x) for x in outs]
+
+    def _in_scope(
+        self, instance: Instance, index: int, eqn: Any, env: dict[Any, Cell]
+    ) -> list[Cell]:
+        if instance.nodes[index] not in self.plan.asked:
+            return self._equation(instance, index, eqn, env)
+        with jax.named_scope(FULL_PRECISION):
+            return self._equation(instance, index, eqn, env)
 
     def _equation(
         self, instance: Instance, index: int, eqn: Any, env: dict[Any, Cell]
@@ -121,9 +150,8 @@ class Emitter:
         inner = instance.inner.get(index)
         if inner is not None:
             cells = [cell_of(env, v) for v in eqn.invars]
-            if not any(self.demand.touched(b) for b in inner.bodies):
-                if not self._joints_are_half(inner):
-                    return self._as_it_was(eqn, env)
+            if not self._is_touched(inner):
+                return self._as_it_was(eqn, env)
             return self._handlers[inner.kind](self, eqn, inner, cells)
         entry = instance.nodes[index]
         if isinstance(entry, tuple):
@@ -212,8 +240,11 @@ class Emitter:
 
     # ---- jaxprs inside
 
-    def _joints_are_half(self, inner: Inner) -> bool:
-        return any(self.joint_dtype(n) == self.plan.half for n in inner.joints)
+    def _is_touched(self, inner: Inner) -> bool:
+        """Whether anything is half in what an equation holds, or on its way there."""
+        return any(map(self.demand.touched, inner.bodies)) or any(
+            self.joint_dtype(n) == self.plan.half for n in inner.joints
+        )
 
     def joint_dtype(self, node: int | None) -> np.dtype | None:
         """Returns the dtype of a carry or a join; None where it is no float32."""

@@ -27,7 +27,7 @@ from jmp_rewrite._emit.rounded import (
     is_widened,
     source_of,
 )
-from jmp_rewrite._graph import Graph, Node, Place, build, elements
+from jmp_rewrite._graph import Graph, Node, Place, build
 from jmp_rewrite._precision import ONE_LINE, Label, Pins, Plan
 
 
@@ -132,7 +132,7 @@ def _plan(
 
 def _is_half(node: Node, half: np.dtype, narrow: set[int]) -> bool:
     if node.name in ("carry_in", "stack_out"):
-        return elements(node.avals) > ONE_LINE
+        return node.size > ONE_LINE
     if node.name == "carry_out" or is_widened(node, half):
         return True
     return is_move(node, half) and any(source_of(v) in narrow for v in node.inputs)

@@ -26,6 +26,9 @@ Origin = tuple[int, ...]
 class _Marking(Emitter):
     """An emitter that says of each equation which one it comes from."""
 
+    def _stays(self, instance: Instance, index: int) -> bool:
+        return False  # each equation enters its scope
+
     def _equation(
         self, instance: Instance, index: int, eqn: Any, env: dict[Any, Cell]
     ) -> list[Cell]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, elements
+from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._precision import FLOAT32_BYTES, HALF_BYTES, Label, Plan
 from jmp_rewrite._rules import PRODUCTS, Category
 from jmp_rewrite._units import bytes_text
@@ -132,7 +132,7 @@ _REDUCED = "reduce_dtype sums gradients over devices in half"
 
 def _rounded(node: Node) -> str:
     """Says what rounding the result of float32 arithmetic saves."""
-    saved = node.trips * (FLOAT32_BYTES - HALF_BYTES) * elements(node.avals)
+    saved = node.trips * (FLOAT32_BYTES - HALF_BYTES) * node.size
     return f"only its result is rounded, once, which saves {bytes_text(saved)} stored"
 
 

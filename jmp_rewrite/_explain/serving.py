@@ -69,7 +69,7 @@ def _caches(graph: Graph, half: np.dtype) -> dict[int, int]:
     """
     found: dict[int, int] = {}
     for number, value in results_of(graph).items():
-        if value.node < 0 or elements([value.aval]) <= ONE_LINE:
+        if value.node < 0 or value.size <= ONE_LINE:
             continue
         for other in _moved_from(graph, value.node, half):
             same = _type(graph, other) == (value.aval.shape, value.aval.dtype)

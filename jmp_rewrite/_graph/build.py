@@ -250,7 +250,7 @@ class Builder:
             return self._lanes(eqn, operands, place, trips)
         inputs: list[Value] = []
         literals = _NO_LITERALS
-        given = False
+        given = data = False
         for position, value in enumerate(operands):
             if value is None:
                 continue
@@ -261,6 +261,7 @@ class Builder:
                 literals = {**literals, position: value.constant}
                 if value.node < 0:
                     continue
+            data |= value.made_of_data
             inputs.append(value)
         avals = [v.aval for v in eqn.outvars if is_float32(v.aval)]
         number = _kept_number(eqn, operands)
@@ -277,7 +278,7 @@ class Builder:
         node.disjoint = name == "scatter-add" and updates_are_disjoint(
             eqn, _distinct(operands[1]), _constant(operands[1])
         )
-        data = name in _DATA or any([v.made_of_data for v in inputs])
+        data = data or name in _DATA
         return index, [
             Value(v.aval, index, number, made_of_data=data)
             if number is not None or is_float32(v.aval)
@@ -292,6 +293,8 @@ class Builder:
           The node of whose bits the equation reads some, -1 if they are an argument's;
           None if it reads none.
         """
+        if not self._bits and eqn.primitive.name != "bitcast_convert_type":
+            return None
         known = [self._bits.get(v) for v in eqn.invars if not hasattr(v, "val")]
         read = max((n for n in known if n is not None), default=None)
         source = read

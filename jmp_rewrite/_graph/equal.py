@@ -15,6 +15,7 @@ their own, so that what a checkpoint computes once more stays computed once more
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,6 +112,8 @@ class _Program:
 
     def _merged(self, jaxpr: Any, place: Place) -> Any:
         """Computes once what one body, with its calls, computes twice."""
+        if not _Products().repeat(jaxpr):
+            return jaxpr
         looked = _Numbers(self._by_path, None)
         looked.run(jaxpr, place)
         if not looked.repeated:
@@ -202,7 +205,10 @@ class _Numbers:
             outs = self._write(eqn, atoms, calls, stack)
             return [(v, numbers[0]) for v in outs]
         key = None if place.rewritten else self._key(eqn, numbers, place)
-        known = None if key is None else self._table.get(key)
+        try:
+            known = self._table.get(key)
+        except TypeError:  # a parameter that has no hash
+            key = known = None
         if known is not None and is_made:
             self.repeated |= name in PRODUCTS
             self.opened.update(calls)
@@ -224,21 +230,14 @@ class _Numbers:
             return None
         if any(_compat.is_reference(v.aval) for v in [*eqn.invars, *eqn.outvars]):
             return None
-        avals = tuple(v.aval for v in eqn.outvars)
-        where = place.full, place.path if self._by_path else ""
-        key = (
+        return (
             eqn.primitive,
             numbers,
-            tuple(sorted(eqn.params.items(), key=lambda item: item[0])),
-            avals,
-            where,
+            place.full,
+            place.path if self._by_path else "",
             self._context(eqn),
+            *sorted(eqn.params.items(), key=_first),
         )
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
 
     def _context(self, eqn: Any) -> str:
         """Returns under which settings an equation was traced."""
@@ -266,6 +265,70 @@ class _Numbers:
         return outvars
 
 
+_first = operator.itemgetter(0)
+
+
+class _Products:
+    """Whether a body, with its calls, may compute a matrix multiplication twice.
+
+    A quick look before the thorough one: of scopes and contexts it knows nothing.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._seen: set[int] = set()
+
+    def repeat(self, jaxpr: Any) -> bool:
+        """Whether two have equal operands."""
+        body = _compat.open_jaxpr(jaxpr)
+        first = [*body.constvars, *body.invars]
+        return self._body(body, {v: self._number(v) for v in first}) is None
+
+    def _number(self, key: Any) -> int:
+        """Returns a number that is equal for what is equal."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _body(self, body: Any, env: dict[Any, int]) -> list[int] | None:
+        """Returns the numbers of a body's results; None if a product is repeated."""
+        for eqn in body.eqns:
+            reads = [self._read(env, v) for v in eqn.invars]
+            name = eqn.primitive.name
+            if name in _SAME:
+                outs = reads
+            elif _is_open_call(eqn):
+                (jaxpr,) = held_jaxprs(eqn)
+                inner = _compat.open_jaxpr(jaxpr)
+                made = self._body(inner, dict(zip(inner.invars, reads, strict=True)))
+                if made is None:
+                    return None
+                outs = made
+            elif name in _APART or held_parameters(name):
+                outs = list(map(self._number, eqn.outvars))
+            else:
+                key = self._equation(eqn, reads)
+                if name in PRODUCTS:
+                    if key in self._seen:
+                        return None
+                    self._seen.add(key)
+                outs = [self._number((key, i)) for i in range(len(eqn.outvars))]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [self._read(env, v) for v in body.outvars]
+
+    def _equation(self, eqn: Any, reads: list[int]) -> int:
+        try:
+            params = frozenset(eqn.params.items()) if eqn.params else None
+            return self._number((eqn.primitive, params, *reads))
+        except TypeError:  # a parameter that has no hash
+            return self._number(id(eqn))
+
+    def _read(self, env: dict[Any, int], atom: Any) -> int:
+        return self._number(_number_of(atom)) if hasattr(atom, "val") else env[atom]
+
+
+def _number_of(literal: Any) -> tuple[Any, bytes]:
+    return literal.aval, np.asarray(_compat.literal_value(literal)).tobytes()
+
+
 def _is_open_call(eqn: Any) -> bool:
     """Whether an equation is nothing but a call of a jaxpr without constants."""
     if eqn.primitive.name not in _TRANSPARENT or not _compat.is_plain_call(eqn):
@@ -276,7 +339,4 @@ def _is_open_call(eqn: Any) -> bool:
 
 def _read(env: dict[Any, tuple[Any, Any]], atom: Any) -> tuple[Any, Any]:
     """Returns a value as it is read now, and its number; a literal is its own."""
-    if not hasattr(atom, "val"):
-        return env[atom]
-    value = np.asarray(_compat.literal_value(atom))
-    return atom, (atom.aval, value.tobytes())
+    return (atom, _number_of(atom)) if hasattr(atom, "val") else env[atom]

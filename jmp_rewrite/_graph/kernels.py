@@ -8,6 +8,7 @@ of its operands is an edge of the graph.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -80,7 +81,9 @@ class Kernels:
         """
         if eqn.primitive.name == "convert_element_type" and node is not None:
             self._cast(eqn, self._nodes[node], place)
-        elif any(is_half(v.aval) for v in eqn.outvars) or _is_kernel(eqn):
+        elif _is_kernel(eqn.primitive.name) or any(
+            is_half(v.aval) for v in eqn.outvars
+        ):
             self._compute(eqn, node, place)
 
     def _cast(self, eqn: Any, node: Node, place: Place) -> None:
@@ -100,7 +103,7 @@ class Kernels:
         read = [self._known.get(v) for v in eqn.invars if not is_literal(v)]
         known = [k for k in read if k is not None]
         made_of = frozenset().union(*(k.made_of for k in known))
-        is_kernel = _is_kernel(eqn)
+        is_kernel = _is_kernel(eqn.primitive.name)
         if is_kernel:
             for moved in (k for k in known if k.is_moved):
                 for cast in moved.made_of:
@@ -117,9 +120,9 @@ class Kernels:
                 self._known[var] = _Half(made_of, is_moved, is_result)
 
 
-def _is_kernel(eqn: Any) -> bool:
-    """Whether nobody can look into an equation."""
-    name = eqn.primitive.name
+@functools.lru_cache(maxsize=1024)
+def _is_kernel(name: str) -> bool:
+    """Whether nobody can look into a primitive."""
     if held_parameters(name):
         return False
     return name in LEFT_ALONE or name not in RULES or opaque_reason(name) is not None

@@ -9,10 +9,13 @@ scan one for each result that it stacks, because a stack may be stored in anothe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import ml_dtypes
 import numpy as np
 
 from jmp_rewrite import _compat
@@ -20,7 +23,7 @@ from jmp_rewrite._graph.distinct import NOWHERE
 from jmp_rewrite._graph.scopes import Place
 
 FLOAT32 = np.dtype(np.float32)
-_HALVES = frozenset({"bfloat16", "float16"})
+_HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 # Names of the casts at the edges of a kernel of half operands: down, and back up.
 KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 # What a dimension counts that is a symbol when a program is exported.
@@ -69,6 +72,11 @@ class Value:
         self.slice_of = slice_of
         self.distinct = distinct
 
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return _elements(self.aval.shape)
+
     def at(self, aval: Any, slice_of: int = -1) -> Value:
         """Returns the same value seen with another shape: a slice, or a stack."""
         constant, distinct = self.constant, self.distinct
@@ -97,6 +105,7 @@ class Node:
       place: where it stands.
       inputs: its float32 operands; literals are left out.
       avals: the types of its float32 results.
+      size: how many elements these have.
       literals: operand position -> number, for operands that are known numbers.
       trips: how often it runs, 1 outside of loops.
       given: a cast of an argument of the program that was half when it came in.
@@ -119,6 +128,7 @@ class Node:
         "name",
         "of_bits",
         "place",
+        "size",
         "through",
         "trips",
     )
@@ -140,6 +150,7 @@ class Node:
         self.place = place
         self.inputs = inputs
         self.avals = avals
+        self.size = elements(avals)
         self.literals = literals
         self.trips = trips
         self.given = False
@@ -263,6 +274,7 @@ class Graph:
     opaque: list[Opaque]
     has_backward_rules: bool
     _edges: tuple[list[list[int]], list[list[int]]] | None = None
+    _large: list[list[Value]] | None = None
 
     def uses(self) -> list[Instance]:
         """Returns all uses of jaxprs, each once, the outermost first."""
@@ -288,6 +300,22 @@ class Graph:
             self._edges = _edges(self.nodes)
         return self._edges[1]
 
+    def large_operands(self) -> list[list[Value]]:
+        """Returns of each node the operands that have to be read to compute it."""
+        if self._large is None:
+            self._large = [
+                [v for v in node.inputs if has_to_be_read(v, node.size)]
+                for node in self.nodes
+            ]
+        return self._large
+
+
+def has_to_be_read(value: Value, size: int) -> bool:
+    """Whether an operand is data, and large beside what is made of it."""
+    if value.constant is not None or not value.made_of_data:
+        return False
+    return 2 * value.size >= size
+
 
 def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
     reads: list[list[int]] = []
@@ -307,12 +335,14 @@ def _edges(nodes: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def is_float32(aval: Any) -> bool:
-    # NumPy's dtypes of one kind are one object, and references have `inner_aval`.
-    return getattr(aval, "dtype", None) is FLOAT32 and not _compat.is_reference(aval)
+    # NumPy's dtypes of one kind are one object.
+    if getattr(aval, "dtype", None) is not FLOAT32:
+        return False
+    return type(aval) is jax.core.ShapedArray or not _compat.is_reference(aval)
 
 
 def is_half(aval: Any) -> bool:
-    return getattr(getattr(aval, "dtype", None), "name", "") in _HALVES
+    return getattr(aval, "dtype", None) in _HALVES
 
 
 def is_literal(atom: Any) -> bool:
@@ -332,11 +362,12 @@ def reads_float32(eqn: Any) -> bool:
 
 def elements(avals: Sequence[Any]) -> int:
     """Returns how many elements values of these types have together."""
-    sizes = (
-        math.prod(d if isinstance(d, int) else _SYMBOLIC for d in a.shape)
-        for a in avals
-    )
-    return sum(sizes)
+    return sum([_elements(a.shape) for a in avals])
+
+
+@functools.lru_cache(maxsize=4096)
+def _elements(shape: tuple[Any, ...]) -> int:
+    return math.prod(d if isinstance(d, int) else _SYMBOLIC for d in shape)
 
 
 def reached(starts: Iterable[int], edges: Sequence[Sequence[int]]) -> set[int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -59,36 +61,56 @@ class Body:
         body = _compat.open_jaxpr(jaxpr)
         self.jaxpr = jaxpr
         self.invars: Sequence[Any] = body.invars
-        self.eqns: Sequence[Any] = body.eqns
+        self.eqns: list[Any] = body.eqns
         self.outvars: Sequence[Any] = body.outvars
         self.calls: list[tuple[Body, int]] = []
         self.held: dict[int, tuple[Body, ...]] = {}
         self.parameter = {v: i for i, v in enumerate(self.invars)}
         self.edits = _Edits()
         self.is_changed = False
-        self._marks: set[Marks] | None = None
+        self._marks: frozenset[Marks] | None = None
         self._index()
 
     def _index(self) -> None:
         """Notes what it is made of; who makes and reads what, once a pass asks."""
         self.data: set[Any] | None = None
         self.names = collections.Counter(e.primitive.name for e in self.eqns)
-        self._def_use: _DefUse | None = None
+        # An equation keeps its number when others are put before it.
+        self._numbers: list[int] = list(range(len(self.eqns)))
+        self._new_numbers = itertools.count(len(self.eqns))
+        self._forget()
+        self._readers: dict[Any, list[tuple[int, int]]] | None = None
+
+    def _forget(self) -> None:
+        """Forgets what holds for the indices of now alone."""
+        self.data = None
+        self._maker: dict[Any, int] | None = None
+        self._places: dict[int, int] | None = None
 
     @property
     def maker(self) -> dict[Any, int]:
         """Variable -> the index of the equation that makes it."""
-        return self._indexed().maker
+        if self._maker is None:
+            pairs = enumerate(self.eqns)
+            self._maker = {v: i for i, eqn in pairs for v in eqn.outvars}
+        return self._maker
 
-    @property
-    def readers(self) -> dict[Any, list[tuple[int, int]]]:
-        """Variable -> (index, position); the index is -1 for results."""
-        return self._indexed().readers
+    def place_of(self, number: int) -> int:
+        """Returns the index that an equation has now; -1 for the results."""
+        if self._places is None:
+            self._places = {n: i for i, n in enumerate(self._numbers)}
+            self._places[-1] = -1
+        return self._places[number]
 
-    def _indexed(self) -> _DefUse:
-        if self._def_use is None:
-            self._def_use = _def_use(self.eqns, self.outvars)
-        return self._def_use
+    def reads(self, var: Any) -> list[tuple[int, int]]:
+        """Returns where a variable is read: (index, position); the results last.
+
+        The index of the results is -1.
+        """
+        if self._readers is None:
+            self._readers = _readers(self._numbers, self.eqns, self.outvars)
+        found = [(self.place_of(n), p) for n, p in self._readers.get(var, ())]
+        return sorted(found, key=_results_last) if len(found) > 1 else found
 
     def find(self, *names: str) -> Iterator[tuple[int, Any]]:
         """Yields the equations of these primitives, with their indices."""
@@ -104,35 +126,104 @@ class Body:
             return None
         return self.eqns[index]
 
-    def reads(self, var: Any) -> list[tuple[int, int]]:
-        """Returns where a variable is read: (index, position)."""
-        return self.readers.get(var, [])
-
-
-class _DefUse(NamedTuple):
-    """Who makes and who reads each variable of a body."""
-
-    maker: dict[Any, int]
-    readers: dict[Any, list[tuple[int, int]]]
-
-
-def _def_use(eqns: Sequence[Any], outvars: Sequence[Any]) -> _DefUse:
-    maker: dict[Any, int] = {}
-    readers: dict[Any, list[tuple[int, int]]] = {}
-    for index, eqn in enumerate(eqns):
-        for position, atom in enumerate(eqn.invars):
-            if isinstance(atom, jex.Literal):
-                continue
-            if (places := readers.get(atom)) is None:
-                readers[atom] = [(index, position)]
+    def apply(self) -> None:
+        """Applies the edits that were asked for."""
+        edits, self.edits = self.edits, _Edits()
+        numbers, eqns = self._numbers, self.eqns
+        self.eqns, self._numbers = [], []
+        start = 0
+        for index in sorted(edits.touched()):
+            self._extend(eqns[start:index], numbers[start:index])
+            self._insert(edits.before.get(index, ()))
+            if index in edits.instead:
+                self._insert(edits.instead[index])
             else:
-                places.append((index, position))
-        for var in eqn.outvars:
-            maker[var] = index
+                eqn = self._edited(eqns[index], numbers[index], index, edits)
+                self._extend([eqn], [numbers[index]])
+            self._insert(edits.after.get(index, ()))
+            start = index + 1
+        self._extend(eqns[start:], numbers[start:])
+        outvars = self.outvars
+        self.outvars = [edits.operands.get((-1, p), v) for p, v in enumerate(outvars)]
+        self._move_reads(-1, outvars, self.outvars)
+        self.is_changed = True
+        self._forget()
+        self._keep_calls(numbers)
+        if edits.gone or edits.instead:
+            self.eqns = [_reading(eqn, edits.instead_of) for eqn in self.eqns]
+            self.outvars = [edits.instead_of(v) for v in self.outvars]
+            self._index()
+
+    def _extend(self, eqns: Sequence[Any], numbers: Sequence[int]) -> None:
+        self.eqns.extend(eqns)
+        self._numbers.extend(numbers)
+
+    def _insert(self, eqns: Sequence[Any]) -> None:
+        """Adds new equations."""
+        for eqn in eqns:
+            number = next(self._new_numbers)
+            self._extend([eqn], [number])
+            self.names[eqn.primitive.name] += 1
+            self._move_reads(number, (), eqn.invars)
+
+    def _edited(self, eqn: Any, number: int, index: int, edits: _Edits) -> Any:
+        """Returns an equation with other operands or parameters."""
+        operands = edits.operands
+        invars = [operands.get((index, p), v) for p, v in enumerate(eqn.invars)]
+        params = edits.params.get(index)
+        if params is None and all(map(operator.is_, invars, eqn.invars)):
+            return eqn
+        self._move_reads(number, eqn.invars, invars)
+        return eqn.replace(invars=invars, params={**eqn.params, **(params or {})})
+
+    def _move_reads(self, number: int, old: Sequence[Any], new: Sequence[Any]) -> None:
+        """Notes that an equation, or the results, reads other variables."""
+        if self._readers is None:
+            return
+        for position, (before, now) in enumerate(itertools.zip_longest(old, new)):
+            if before is now:
+                continue
+            if before is not None and not isinstance(before, jex.Literal):
+                self._readers[before].remove((number, position))
+            if not isinstance(now, jex.Literal):
+                self._readers.setdefault(now, []).append((number, position))
+
+    def _keep_calls(self, numbers: Sequence[int]) -> None:
+        """Notes where equations that hold jaxprs stand now, of what they held before.
+
+        Args:
+          numbers: the equations, by the indices that they had.
+        """
+        kept = set(self._numbers) if self.held else set()
+        moved = {i: self.place_of(numbers[i]) for i in self.held if numbers[i] in kept}
+        before = self.held
+        self.held = {moved[i]: held for i, held in before.items() if i in moved}
+        for inner in {inner for held in before.values() for inner in held}:
+            inner.calls = [
+                (caller, moved[i] if caller is self else i)
+                for caller, i in inner.calls
+                if caller is not self or i in moved
+            ]
+
+
+def _readers(
+    numbers: Sequence[int], eqns: Sequence[Any], outvars: Sequence[Any]
+) -> dict[Any, list[tuple[int, int]]]:
+    """Returns which equations read a variable, by their numbers, and where."""
+    readers: collections.defaultdict[Any, list[tuple[int, int]]]
+    readers = collections.defaultdict(list)
+    for number, eqn in zip(numbers, eqns, strict=True):
+        for position, atom in enumerate(eqn.invars):
+            if not isinstance(atom, jex.Literal):
+                readers[atom].append((number, position))
     for position, atom in enumerate(outvars):
         if not isinstance(atom, jex.Literal):
-            readers.setdefault(atom, []).append((-1, position))
-    return _DefUse(maker, readers)
+            readers[atom].append((-1, position))
+    return dict(readers)
+
+
+def _results_last(read: tuple[int, int]) -> tuple[bool, tuple[int, int]]:
+    return read[0] < 0, read
 
 
 class _Edits:
@@ -157,6 +248,11 @@ class _Edits:
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
+
+    def touched(self) -> set[int]:
+        """Returns the equations that something is to become of, or beside."""
+        own = {index for index, _ in self.operands if index >= 0}
+        return own.union(self.before, self.after, self.instead, self.params)
 
     def instead_of(self, atom: Any) -> Any:
         """Returns what all read, new equations as well, in place of what is gone."""
@@ -184,6 +280,7 @@ class Editor:
         self.done: collections.Counter[str] = collections.Counter()
         self._name = ""
         self._traced: dict[Any, Any] = {}
+        self._said: dict[tuple[int, int], tuple[Any, frozenset[Marks]]] = {}
         self._is_rewired = False
 
     def _add(self, jaxpr: Any) -> Body:
@@ -235,20 +332,24 @@ class Editor:
     def _is_own(self, eqn: Any) -> bool:
         scope = f"{SCOPE}{self._name}"
         elements = _compat.scope_elements(eqn.source_info.name_stack)
-        return any(scope in e.name.split("/") for e in elements)
+        # Most names do not hold it at all.
+        return any(scope in e.name and scope in e.name.split("/") for e in elements)
 
     # ---- what the name stack says
 
-    def marks(self, body: Body, index: int) -> set[Marks]:
+    def marks(self, body: Body, index: int) -> frozenset[Marks]:
         """Returns what is said of an equation, by each way in which it is reached."""
-        own = _marks_of(body.eqns[index])
-        return {_joined(outer, own) for outer in self._outer(body)}
+        stack = body.eqns[index].source_info.name_stack
+        key = id(body), id(stack)
+        if key not in self._said:  # kept with it, or its number is used again
+            own = _marks(_compat.scope_elements(stack))
+            self._said[key] = stack, _under(self._outer(body), own)
+        return self._said[key][1]
 
-    def _outer(self, body: Body) -> set[Marks]:
+    def _outer(self, body: Body) -> frozenset[Marks]:
         if body._marks is None:
-            body._marks = {Marks()} if body is self._top else set()
-            for caller, index in body.calls:
-                body._marks |= self.marks(caller, index)
+            own = frozenset({Marks()}) if body is self._top else frozenset[Marks]()
+            body._marks = own.union(*(self.marks(*call) for call in body.calls))
         return body._marks
 
     def is_backward(self, body: Body, index: int) -> bool:
@@ -390,12 +491,8 @@ class Editor:
         avals = tuple(v.aval for v in operands)
         key = (fun, avals, tuple(static.items()))
         if key not in self._traced:
-
-            def flat(*values: Any) -> Any:
-                return fun(*values, **static)
-
             with like.ctx.manager:
-                self._traced[key] = jax.make_jaxpr(flat)(*avals)
+                self._traced[key] = _tracer(fun, key[2])(*avals)
         closed = self._traced[key]
         body = _compat.open_jaxpr(closed)
         env = dict(zip(body.invars, operands, strict=True))
@@ -421,7 +518,7 @@ class Editor:
         """Applies what was asked for."""
         for body in self._order:
             if body.edits:
-                self._apply(body)
+                body.apply()
         if self._is_rewired:
             self._is_rewired = False
             self._connect()
@@ -429,6 +526,7 @@ class Editor:
     def _connect(self) -> None:
         """Notes what new equations hold, and who calls what now."""
         self._order = []
+        self._said = {}
         self._visit(self._top, set())
         for body in self._order:
             for index, held in body.held.items():
@@ -450,36 +548,6 @@ class Editor:
     def _body_of(self, jaxpr: Any) -> Body:
         return self._bodies.setdefault(id(_compat.open_jaxpr(jaxpr)), Body(jaxpr))
 
-    def _apply(self, body: Body) -> None:
-        edits, body.edits = body.edits, _Edits()
-        eqns: list[Any] = []
-        moved: dict[int, int] = {}
-        touched = {i for i, _ in edits.operands} | edits.params.keys()
-        for index, eqn in enumerate(body.eqns):
-            eqns += edits.before.get(index, ())
-            if index in edits.instead:
-                eqns += edits.instead[index]
-            else:
-                moved[index] = len(eqns)
-                eqns.append(_edited(eqn, index, edits) if index in touched else eqn)
-            eqns += edits.after.get(index, ())
-        body.outvars = [
-            edits.operands.get((-1, p), v) for p, v in enumerate(body.outvars)
-        ]
-        if edits.gone:
-            eqns = [_reading(eqn, edits.instead_of) for eqn in eqns]
-            body.outvars = [edits.instead_of(v) for v in body.outvars]
-        body.eqns, body.is_changed = eqns, True
-        body._index()
-        before = body.held
-        body.held = {moved[i]: held for i, held in before.items() if i in moved}
-        for inner in {inner for held in before.values() for inner in held}:
-            inner.calls = [
-                (caller, moved[i] if caller is body else i)
-                for caller, i in inner.calls
-                if caller is not body or i in moved
-            ]
-
     def finish(self, plain: bool = False) -> Any:
         """Returns the program, the same object if nothing was edited.
 
@@ -489,6 +557,8 @@ class Editor:
         made: dict[Body, Any] = {}
         for body in self._order:  # what is called before its callers
             made[body] = _rebuilt(body, made, plain)
+        for body in self._order:  # a cycle would wait for the garbage collector
+            body.calls = []
         return _in_place_of(self._closed, made[self._top])
 
 
@@ -498,14 +568,6 @@ def _reading(eqn: Any, instead_of: Callable[[Any], Any]) -> Any:
     if all(a is b for a, b in zip(invars, eqn.invars, strict=True)):
         return eqn
     return eqn.replace(invars=invars)
-
-
-def _edited(eqn: Any, index: int, edits: _Edits) -> Any:
-    invars = [edits.operands.get((index, p), v) for p, v in enumerate(eqn.invars)]
-    params = edits.params.get(index)
-    if params is None and all(a is b for a, b in zip(invars, eqn.invars, strict=True)):
-        return eqn
-    return eqn.replace(invars=invars, params={**eqn.params, **(params or {})})
 
 
 def _rebuilt(body: Body, made: dict[Body, Any], plain: bool) -> Any:
@@ -544,6 +606,16 @@ def _in_place_of(old: Any, made: Any) -> Any:
     return old.replace(jaxpr=made)  # JAX < 0.11: two kinds
 
 
+@functools.lru_cache(maxsize=1024)
+def _tracer(fun: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
+    """Returns what traces a function: one object, so that JAX's caches know it."""
+
+    def flat(*values: Any) -> Any:
+        return fun(*values, **dict(static))
+
+    return jax.make_jaxpr(flat)
+
+
 def _choice(
     *values: Any,
     _branches: tuple[tuple[Where, Callable[..., Any]], ...],
@@ -558,13 +630,6 @@ def _choice(
     return by_device(values[:_count], values[_count:], branches, _required)
 
 
-def _marks_of(eqn: Any) -> Marks:
-    elements = _compat.scope_elements(eqn.source_info.name_stack)
-    if not elements:
-        return Marks()
-    return _marks(elements)
-
-
 @functools.lru_cache(maxsize=8192)
 def _marks(elements: tuple[Any, ...]) -> Marks:
     scopes = [p for e in elements if _compat.is_scope(e) for p in e.name.split("/")]
@@ -577,5 +642,9 @@ def _marks(elements: tuple[Any, ...]) -> Marks:
     )
 
 
-def _joined(outer: Marks, own: Marks) -> Marks:
-    return Marks(*(a or b for a, b in zip(outer, own, strict=True)))
+@functools.lru_cache(maxsize=1024)
+def _under(outer: frozenset[Marks], own: Marks) -> frozenset[Marks]:
+    """Returns what is said of an equation, and of what it is reached through."""
+    return frozenset(
+        Marks(*(a or b for a, b in zip(one, own, strict=True))) for one in outer
+    )

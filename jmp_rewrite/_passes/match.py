@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jmp_rewrite import _compat
@@ -13,7 +14,7 @@ from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._rules import CALLS, LEFT_ALONE, MOVES_NUMBER, PRODUCTS
 
 FLOAT32 = np.dtype(np.float32)
-_FLOATS = frozenset({"bfloat16", "float16", "float32"})
+_FLOATS = frozenset({FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 
 
 def is_float32(atom: Any) -> bool:
@@ -37,7 +38,7 @@ def is_widening(eqn: Any, half: np.dtype) -> bool:
 
 def is_float(atom: Any) -> bool:
     """Whether an atom is an array of float32 or half numbers."""
-    return getattr(getattr(atom.aval, "dtype", None), "name", "") in _FLOATS
+    return getattr(atom.aval, "dtype", None) in _FLOATS
 
 
 # ---- across the boundaries of jaxprs
@@ -126,38 +127,57 @@ def feeding(
       through: whether an equation without a jaxpr is followed from its results to its
         operands.
     """
-    found: set[tuple[Body, Any]] = set()
     # With the calls that were entered: one is left where it was entered.
-    seen: set[tuple[Body, Any, tuple[_Call, ...]]] = set()
+    found: dict[tuple[Body, tuple[_Call, ...]], set[Any]] = {}
     stack: list[tuple[Body, Any, tuple[_Call, ...]]] = [(b, v, ()) for b, v in starts]
     while stack:
-        body, var, calls = stack.pop()
-        if hasattr(var, "val") or not is_float(var) or (body, var, calls) in seen:
-            continue
-        seen.add((body, var, calls))
-        found.add((body, var))
-        index = body.maker.get(var, -1)
-        if index < 0:
-            if var in body.parameter:
-                left = calls[-1:] or tuple(dict.fromkeys(body.calls))
-                for call in left:
-                    for place, atom in fed_by(body, body.parameter[var], call):
-                        inside = place is not call[0]
-                        stack.append((place, atom, calls if inside else calls[:-1]))
-            continue
-        eqn = body.eqns[index]
-        position = next(i for i, v in enumerate(eqn.outvars) if v is var)
-        if eqn.primitive is BY_DEVICE:
-            stack.append((body, eqn.invars[position], calls))
-        elif index not in body.held:
-            if through(body, index):
-                stack += [(body, v, calls) for v in eqn.invars]
-        else:
-            results = made_inside(body, index, position)
-            stack += [(b, v, (*calls, (body, index))) for b, v in results]
-            if carries := carried(eqn)[position : position + 1]:
-                stack.append((body, eqn.invars[carries[0]], calls))
-    return found
+        body, start, calls = stack.pop()
+        seen, left = found.setdefault((body, calls), set()), [start]
+        while left:
+            var = left.pop()
+            if hasattr(var, "val") or var in seen or not is_float(var):
+                continue
+            seen.add(var)
+            index = body.maker.get(var, -1)
+            if index < 0:
+                stack += _outside(body, var, calls)
+                continue
+            eqn = body.eqns[index]
+            if index in body.held:
+                stack += _inside(body, index, var, calls)
+            elif eqn.primitive is BY_DEVICE:
+                left.append(eqn.invars[_position(eqn, var)])
+            elif through(body, index):
+                left += eqn.invars
+    return {(body, var) for (body, _), seen in found.items() for var in seen}
+
+
+def _outside(
+    body: Body, var: Any, calls: tuple[_Call, ...]
+) -> Iterator[tuple[Body, Any, tuple[_Call, ...]]]:
+    """Yields what a parameter is at the call that was entered, or else at all."""
+    if var in body.parameter:
+        for call in calls[-1:] or tuple(dict.fromkeys(body.calls)):
+            for place, atom in fed_by(body, body.parameter[var], call):
+                inside = place is not call[0]
+                yield place, atom, calls if inside else calls[:-1]
+
+
+def _inside(
+    body: Body, index: int, var: Any, calls: tuple[_Call, ...]
+) -> Iterator[tuple[Body, Any, tuple[_Call, ...]]]:
+    """Yields what becomes a result of an equation that holds jaxprs."""
+    eqn = body.eqns[index]
+    position = _position(eqn, var)
+    for inner, result in made_inside(body, index, position):
+        yield inner, result, (*calls, (body, index))
+    if carries := carried(eqn)[position : position + 1]:
+        yield body, eqn.invars[carries[0]], calls
+
+
+def _position(eqn: Any, var: Any) -> int:
+    """Returns which result of an equation a variable is."""
+    return next(i for i, v in enumerate(eqn.outvars) if v is var)
 
 
 def makers(editor: Editor, body: Body, atom: Any) -> list[tuple[Body, int]]:
@@ -243,9 +263,9 @@ def _data(body: Body) -> set[Any]:
             if (
                 index in body.held
                 or eqn.primitive.name in _DATA
-                or any(v in body.data for v in eqn.invars if not hasattr(v, "val"))
+                or any([v in body.data for v in eqn.invars if not hasattr(v, "val")])
             ):
-                body.data.update(v for v in eqn.outvars if is_float(v))
+                body.data.update([v for v in eqn.outvars if is_float(v)])
     return body.data
 
 

@@ -95,6 +95,7 @@ class _Found:
     def __init__(self, editor: Editor, body: Body) -> None:
         self._editor, self._body = editor, body
         self._stored: dict[int, bool] = {}
+        self._operands: dict[int, list[int]] = {}
         functions = {i for i, _ in body.find(*_FUNCTIONS) if self.is_stored(i)}
         made_of = self._made_of(functions) if functions else {}
         kept = self._kept(made_of, functions)
@@ -142,6 +143,11 @@ class _Found:
 
         -1 stands for what no equation of the body makes, or one that holds a jaxpr.
         """
+        if index not in self._operands:
+            self._operands[index] = self._large_operands(index)
+        return self._operands[index]
+
+    def _large_operands(self, index: int) -> list[int]:
         body, eqn = self._body, self._body.eqns[index]
         size = math.prod(eqn.outvars[0].aval.shape)
         found = []

@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, elements
+from jmp_rewrite._graph import Graph, Node, has_to_be_read
 from jmp_rewrite._precision import origins
-from jmp_rewrite._precision.origins import REDUCTIONS, has_to_be_read, read_alone
+from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules import COSTLY, SHARP, Category
@@ -103,9 +103,9 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
     for node in graph.nodes:
-        index, rounding = node.index, _price(node.avals, node.trips)
+        index, rounding = node.index, _price(node.size, node.trips)
         free = pins.may_round(index)
-        keeps = index in pins.emits_full or elements(node.avals) <= ONE_LINE
+        keeps = index in pins.emits_full or node.size <= ONE_LINE
         if node.name == "stack_out":
             source = node.inputs[0].node
             origin = _moved(source, graph, pins)
@@ -118,7 +118,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
         if moves_exactly(node, pins):
             for value in node.inputs:
                 if value.node >= 0:
-                    price = _price([value.aval], node.trips)
+                    price = _price(value.size, node.trips)
                     edges.append((value.node, index, price))
         elif pins.categories[index] is not Category.ALLOW:
             saving -= rounding
@@ -138,9 +138,7 @@ def _activations(graph: Graph, pins: Pins) -> set[int]:
     if pins.half == np.float16:  # states may be larger than float16's largest number
         return set()
     found: set[int] = set()
-    for node in graph.nodes:
-        size = elements(node.avals)
-        large = [v for v in node.inputs if has_to_be_read(v, size)]
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
         follows = (len(large) == 1 or node.name == "mul") and all(
             v.node in found for v in large
         )
@@ -166,8 +164,8 @@ def moves_exactly(node: Node, pins: Pins) -> bool:
     return is_clear and node.index not in pins.lossy and node.name not in SHARP
 
 
-def _price(avals: Sequence[Any], trips: int) -> int:
-    return max(1, elements(avals) * trips // ROUNDINGS_PER_BYTE)
+def _price(size: int, trips: int) -> int:
+    return max(1, size * trips // ROUNDINGS_PER_BYTE)
 
 
 def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) -> int:
@@ -181,7 +179,7 @@ def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) 
         half, full = HALF_BYTES, full + HALF_BYTES
     if returned:
         half, full = half + FLOAT32_BYTES, max(full, FLOAT32_BYTES)
-    return (full - half) * elements(node.avals) * node.trips
+    return (full - half) * node.size * node.trips
 
 
 def reads_half(node: int, pins: Pins) -> bool:
@@ -223,10 +221,11 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
     stored = _ends_kernel(graph, pins)
     loops = _innermost_loops(graph)
     anchors = _anchors(graph, stored)
-    levels = _levels(graph, stored)
+    sources = [_sources(n) for n in graph.nodes]
+    levels = _levels(sources, stored)
     needed: set[int | None] = set()
     for node in graph.nodes:
-        for source in _sources(node):
+        for source in sources[node.index]:
             if loops[source] != loops[node.index]:
                 needed.add(source)  # passed into a loop, or stacked by one
             elif levels[node.index] > levels[source] + stored[source]:
@@ -262,12 +261,14 @@ def _sources(node: Node) -> list[int]:
     return [*found, *node.through]
 
 
-def _levels(graph: Graph, stored: Sequence[bool]) -> list[int]:
-    """Returns for each node how many kernels end before it."""
-    levels = [0] * len(graph.nodes)
-    for node in graph.nodes:
-        after = (levels[s] + stored[s] for s in _sources(node))
-        levels[node.index] = max(after, default=0)
+def _levels(sources: Sequence[Sequence[int]], stored: Sequence[bool]) -> list[int]:
+    """Returns for each node, of which it is said what it reads, its level.
+
+    That is how many kernels end before it, in one iteration of a loop.
+    """
+    levels = [0] * len(sources)
+    for index, read in enumerate(sources):
+        levels[index] = max([levels[s] + stored[s] for s in read], default=0)
     return levels
 
 
@@ -287,7 +288,7 @@ def _bottlenecks(
     token for the class), and what moves it, are on the way.
     """
     consumers, loops = graph.consumers(), _innermost_loops(graph)
-    sizes = [elements(n.avals) for n in graph.nodes]
+    sizes = [n.size for n in graph.nodes]
 
     def is_remade(index: int, size: int) -> bool:
         node = graph.nodes[index]
@@ -380,13 +381,9 @@ def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:
     size; None if it is made of an argument, or of small values.
     """
     anchors: list[int | None] = [None] * len(graph.nodes)
-    for node in graph.nodes:
-        size = elements(node.avals)
-        found = {
-            -2 - v.argument if v.node < 0 else anchors[v.node]
-            for v in node.inputs
-            if has_to_be_read(v, size)
-        } - {None}
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
+        found = {-2 - v.argument if v.node < 0 else anchors[v.node] for v in large}
+        found.discard(None)
         if stored[node.index] or node.name in COSTLY or len(found) > 1:
             anchors[node.index] = node.index
         else:

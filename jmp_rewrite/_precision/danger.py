@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,14 +123,15 @@ def rounds_after(graph: Graph, pins: Pins, policy: Policy) -> frozenset[int]:
 
 def lossy(graph: Graph, dtype: Any) -> frozenset[int]:
     """Returns the nodes with a number that rounding to half changes."""
+    return frozenset(
+        n.index
+        for n in graph.nodes
+        if n.literals
+        and not all(_is_exact(x.item(), x.dtype, dtype) for x in n.literals.values())
+    )
 
-    def is_exact(number: Any) -> bool:
-        number = np.asarray(number)
-        return bool(np.all(number.astype(dtype).astype(number.dtype) == number))
 
-    with np.errstate(over="ignore"):
-        return frozenset(
-            n.index
-            for n in graph.nodes
-            if n.literals and not all(map(is_exact, n.literals.values()))
-        )
+@functools.lru_cache(maxsize=4096)
+def _is_exact(number: Any, own: Any, dtype: Any) -> bool:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.asarray(number, own).astype(dtype).astype(own) == number)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Place, Region, elements
+from jmp_rewrite._graph import Graph, Node, Place, Region
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import (
@@ -227,9 +227,9 @@ def _label(node: Node, graph: Graph, pins: Pins, labels: Sequence[bool]) -> Labe
     if not labels[index]:
         return Label.FLOAT32
     steps = node.name in table.SHARP  # `round`: not the same of a rounded operand
-    size = elements(node.avals)
+    size = node.size
     # Not state, nor an exact value: a bias alone is rounded to be added, as by hand.
-    large = [v for v in node.inputs if elements([v.aval]) == size]
+    large = [v for v in node.inputs if v.size == size]
     in_half = all(v.node >= 0 and labels[v.node] for v in large)
     native = (category is Category.CLEAR and not steps) or (
         category is Category.INFER

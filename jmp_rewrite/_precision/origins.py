@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import numpy as np
 
 from jmp_rewrite import _rules
-from jmp_rewrite._graph import Graph, Node, Value, elements, reached
+from jmp_rewrite._graph import Graph, Node, Value, reached
 from jmp_rewrite._rules import DECOMPOSITIONS, Category
 
 # The elements of a result are elements of the operands, each used once.
@@ -201,28 +201,20 @@ def argument_rank(value: Value, moved: Mapping[int, int]) -> int:
     return -1 if known else len(value.aval.shape)
 
 
-def has_to_be_read(value: Value, size: int) -> bool:
-    """Whether an operand is data, and large beside what is made of it."""
-    if value.constant is not None or not value.made_of_data:
-        return False
-    return 2 * elements([value.aval]) >= size
-
-
 def statistics(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
     """Returns what is computed from reductions alone: means, variances, maxima.
 
     They are small, and much is computed from each of them.
     """
     found: set[int] = set()
-    for node in graph.nodes:
-        size = elements(node.avals)
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
         if node.name in REDUCTIONS:
-            before = max((elements([v.aval]) for v in node.inputs), default=0)
+            size = node.size
+            before = max((v.size for v in node.inputs), default=0)
             is_statistic = before >= SMALL * size
         elif categories[node.index] is Category.ALLOW:
             is_statistic = False
         else:
-            large = [v for v in node.inputs if has_to_be_read(v, size)]
             is_statistic = bool(large) and all(v.node in found for v in large)
         if is_statistic:
             found.add(node.index)

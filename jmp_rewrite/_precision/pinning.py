@@ -45,7 +45,7 @@ def pin(
     graph: Graph,
     policy: Policy,
     overrides: Mapping[int, tuple[str, str]] = MappingProxyType({}),
-    differentiated: bool = False,
+    is_whole_step: bool = False,
 ) -> Pins:
     """Pins the nodes of a graph.
 
@@ -54,7 +54,7 @@ def pin(
       policy: what the user asks for; its compute dtype is half.
       overrides: node -> (pattern, "float32" or "half") for what `scopes` found through
         the paths of parameters.
-      differentiated: whether the program is known to be differentiated from outside.
+      is_whole_step: whether the program is a whole step, which nobody differentiates.
     """
     local = Local(policy, overrides)
     size = len(graph.nodes)
@@ -64,7 +64,7 @@ def pin(
         category, reason = local.judge(node, pins.forced)
         pins.categories[node.index] = category
         pins.full[node.index] = reason
-    pins.whole_step = not differentiated and whole_step.is_whole_step(graph)
+    pins.whole_step = is_whole_step
     _pin_products(graph, pins)
     if policy.compute_dtype == np.float16:
         local.out_of_range |= danger.unknown_epsilons(graph, pins)
@@ -102,7 +102,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         ours = whole_step.optimizer_products(graph, pins.categories, state)
         _pin_all(pins, dict.fromkeys(ours, "full: a product of the optimizer"))
         products = pins.products()
-    _pin_read_unrounded(graph, pins, products, made)
+    small = statistics(graph, pins.categories)
+    _pin_read_unrounded(graph, pins, products, made, small)
     ends = state | {n.index for n in graph.nodes if _is_number(n)}
     useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
     useful |= loops.cotangents_into_loops(graph, graph.predecessors(), state)
@@ -110,7 +111,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     cotangents = {n: sums[n] for n in sums.keys() - products}
     _pin_all(pins, dict.fromkeys(cotangents, SUMMED), cotangents)
     pins.rounds_after = (pins.rounds_after & useful) - state
-    _pin_the_rest(graph, pins, products, made, useful)
+    _pin_the_rest(graph, pins, products, made, useful, small)
     pins.factors = _factors(graph, pins, products)
     pins.exact = frozenset(range(len(graph.nodes))) - made
     if pins.whole_step and policy.reduce_dtype == pins.half:
@@ -141,11 +142,10 @@ def _pin_all(
 
 
 def _pin_read_unrounded(
-    graph: Graph, pins: Pins, products: set[int], made: set[int]
+    graph: Graph, pins: Pins, products: set[int], made: set[int], small: set[int]
 ) -> None:
     """Pins what is read by code that multiplies an error."""
     sharp = read_sharply(graph, products)
-    small = statistics(graph, pins.categories)
     held = {n: r for n, r in offsets(graph, made, small).items() if n not in sharp}
     reasons = {
         n: f"full: read unrounded by {graph.nodes[reader].name}"
@@ -159,7 +159,12 @@ def _pin_read_unrounded(
 
 
 def _pin_the_rest(
-    graph: Graph, pins: Pins, products: set[int], made: set[int], useful: set[int]
+    graph: Graph,
+    pins: Pins,
+    products: set[int],
+    made: set[int],
+    useful: set[int],
+    small: set[int],
 ) -> None:
     """Pins exact values, and what leads to no matrix multiplication."""
     recurrent = loops.recurrent_activations(graph, pins.categories, graph.consumers())
@@ -169,7 +174,6 @@ def _pin_the_rest(
         products.__contains__,
         lambda n: pins.categories[n] is CLEAR and n not in pins.lossy,
     )
-    small = statistics(graph, pins.categories)
     sinks = set()
     for node in graph.nodes:
         index = node.index
@@ -255,10 +259,11 @@ def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
     named = {id(o.eqn) for o in graph.opaque}
     others = [
         Opaque(node.eqn, node.place, why, source_info_util.summarize(info))
-        for node in graph.nodes
-        if not node.place.rewritten
+        for node, category in zip(graph.nodes, pins.categories, strict=True)
+        if (category is None or category is DENY)
+        and not node.place.rewritten
         and id(node.eqn) not in named
-        and (why := _why_alone(node.eqn, pins.categories[node.index]))
+        and (why := _why_alone(node.eqn, category))
         for info in [node.eqn.source_info]
     ]
     return [*graph.opaque, *others]
@@ -267,9 +272,8 @@ def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
 def _why_alone(eqn: Any, category: Category | None) -> str | None:
     if category is None and _holds_program(eqn):
         return "no rule for it, and it holds a program or a function"
-    if category is DENY and reads_float32(eqn):
-        return table.opaque_reason(eqn.primitive.name)
-    return None
+    why = table.opaque_reason(eqn.primitive.name) if category is DENY else None
+    return why if why and reads_float32(eqn) else None
 
 
 def _holds_program(eqn: Any) -> bool:

@@ -43,7 +43,7 @@ def is_short(node: Node) -> bool:
         return False
     # Half operands save two bytes an element; the float32 result takes four.
     saved = 2 * elements([v.aval for v in node.eqn.invars])
-    return 0 <= _terms(node.eqn) <= SHORT and saved < 4 * elements(node.avals)
+    return 0 <= _terms(node.eqn) <= SHORT and saved < 4 * node.size
 
 
 def _terms(eqn: Any) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value, elements
+from jmp_rewrite._graph import Graph, Node, Value
 from jmp_rewrite._precision.origins import (
     MOVES,
     is_backward,
@@ -71,9 +71,9 @@ def _products_before(graph: Graph, nodes: list[int], products: set[int]) -> set[
 
 
 def _is_sharp(node: Node) -> bool:
-    if node.name in SHARP:
-        return True
-    if node.name != "convert_element_type" or not node.inputs:
+    if node.name != "convert_element_type":
+        return node.name in SHARP
+    if not node.inputs:
         return False
     return np.dtype(node.eqn.params["new_dtype"]).kind in "iu"
 
@@ -124,8 +124,8 @@ def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int
             continue
         if not is_backward(node) or node.name not in _SUMS | _TURNS | MOVES:
             continue
-        size = elements(node.avals)
-        read = [v.node for v in node.inputs if elements([v.aval]) == size]
+        size = node.size
+        read = [v.node for v in node.inputs if v.size == size]
         returned.update(n for n in read if n >= 0)
         if node.name in _SUMS and all(n in made for n in read) and len(read) > 1:
             _follow_back(node, made & _backward_sums(graph, read), graph, found)
@@ -202,7 +202,7 @@ def _added_between(node: Node, graph: Graph, made: set[int]) -> set[int]:
     operands = [v.node for v in node.inputs if v.node in made]
     if len(operands) < 2:
         return set()
-    first, second = (_terms(n, graph, made) for n in operands)
+    first, second = _terms_of_both(operands[0], operands[1], graph, made)
     sign = -1 if node.name == "sub" else 1
     common = {n for n, s in first.items() if -s * sign == second.get(n)}
     inside = first.keys() | second.keys()
@@ -225,10 +225,27 @@ def _added_between(node: Node, graph: Graph, made: set[int]) -> set[int]:
     return found
 
 
-def _terms(node: int, graph: Graph, made: set[int]) -> dict[int, int]:
+def _terms_of_both(
+    one: int, other: int, graph: Graph, made: set[int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Returns the terms of two values, as far back as they may have one in common.
+
+    A residual stream is a long sum, and what is added to it mostly none. In a loop a
+    carry reads what comes after it.
+    """
+    if graph.loops:
+        return _terms(one, graph, made), _terms(other, graph, made)
+    late, early = max(one, other), min(one, other)
+    of_late = _terms(late, graph, made)
+    oldest = min(of_late)
+    of_early = _terms(early, graph, made, oldest) if oldest <= early else {early: 1}
+    return (of_late, of_early) if one == late else (of_early, of_late)
+
+
+def _terms(node: int, graph: Graph, made: set[int], oldest: int = 0) -> dict[int, int]:
     """Returns the values that a value is a sum of, scaled and moved, with their signs.
 
-    Itself is one of them.
+    Itself is one of them, and what comes before `oldest` is none.
     """
     found = {node: 1}
     stack = [node]
@@ -244,7 +261,8 @@ def _terms(node: int, graph: Graph, made: set[int]) -> dict[int, int]:
         elif reads.name not in _MOVES_TERMS | _SUMS:
             continue
         for position, value in enumerate(reads.inputs):
-            if value.node in made and value.node not in found:
+            is_new = value.node >= oldest and value.node not in found
+            if is_new and value.node in made:
                 is_taken = reads.name == "sub" and (position or 0 in reads.literals)
                 turns = reads.name == "neg" or is_taken
                 found[value.node] = -sign if turns else sign

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_rewrite._graph import Graph, Loop, Node, Value, elements, reached
+from jmp_rewrite._graph import Graph, Loop, Node, Value, reached
 from jmp_rewrite._precision.origins import MOVES, is_backward, root_of
 from jmp_rewrite._rules import Category
 
@@ -121,10 +121,10 @@ class _Walk:
         """Returns how a node updates values, of each that it may be an update of."""
         if node.name not in _UPDATES or not node.avals or len(node.inputs) < 2:
             return
-        size = elements(node.avals)
+        size = node.size
         first = node.inputs[:1] if node.name in _UPDATES_FIRST else node.inputs
         for position, old in enumerate(first):
-            if elements([old.aval]) != size:
+            if old.size != size:
                 continue
             for other in [*node.inputs[:position], *node.inputs[position + 1 :]]:
                 if other.node < 0 or other.node not in self._made:
@@ -141,7 +141,7 @@ class _Walk:
         if base < 0:
             return not is_backward(node)
         old = self._nodes[base]
-        return elements(old.avals) == size and is_backward(old) == is_backward(node)
+        return old.size == size and is_backward(old) == is_backward(node)
 
     def bases(self, value: Value) -> frozenset[int]:
         """Returns the old values that a value may be, moved and scaled."""
@@ -153,8 +153,8 @@ class _Walk:
             node = self._nodes[index]
             self._bases[index] = frozenset({index})  # of a loop
             if node.name in _CARRIES - {"carry_in", "join"} and node.inputs:
-                size = elements(node.avals)
-                same = [v for v in node.inputs if elements([v.aval]) == size]
+                size = node.size
+                same = [v for v in node.inputs if v.size == size]
                 found = frozenset().union(*map(self.bases, same))
                 if node.name in _UPDATES:
                     found |= {index}
@@ -292,6 +292,8 @@ def _carried(
         for received, handed_on in loop.carries
         if received not in streams
     ]
+    if not carries:
+        return set()
     safe = frozenset({Category.INFER, Category.CLEAR})
     together = {received: 1 << n for _, n, received, _ in carries}
     alone = {received: 1 << k for k, (_, _, received, _) in enumerate(carries)}

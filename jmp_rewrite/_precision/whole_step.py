@@ -31,6 +31,14 @@ def optimizer_products(
     by its own, and an evaluation after the step leads to no state.
     """
     nodes = graph.nodes
+    first = next((n.index for n in nodes if n.place.backward), len(nodes))
+    forward = [
+        n
+        for n, category in enumerate(categories)
+        if category is Category.ALLOW and n > first and not nodes[n].place.backward
+    ]
+    if not forward:
+        return []
     steps = [
         [v.node for v in n.inputs if v.node >= 0 and nodes[v.node].name != "carry_out"]
         for n in nodes
@@ -44,12 +52,4 @@ def optimizer_products(
         for source in steps[index]:
             before[source] = before[source] or before[index]
             updates[source] = updates[source] or updates[index]
-    return [
-        n
-        for n, category in enumerate(categories)
-        if category is Category.ALLOW
-        and not nodes[n].place.backward
-        and after[n]
-        and not before[n]
-        and updates[n]
-    ]
+    return [n for n in forward if after[n] and not before[n] and updates[n]]
