@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(items):
             tests[item.path, 40].append(item)
         elif marker and params:
             name = item.nodeid.partition("[")[0]
-            tests[name, marker.kwargs.get("one_in", 4)].append(item)
+            tests[name, marker.kwargs.get("one_in", 5)].append(item)
     for (_, one_in), cases in tests.items():
         quick = some(cases, one_in)
         for item in cases:

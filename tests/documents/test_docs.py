@@ -140,6 +140,7 @@ def test_the_report_that_is_shown_begins_as_a_report(users_jax, tmp_path, monkey
     assert shown.strip().splitlines() == report[: len(shown.strip().splitlines())]
 
 
+@pytest.mark.slow
 def test_the_diagnosis_that_is_shown_begins_as_one(users_jax):
     """Its words: errors are those of the processor."""
     text = (ROOT / "docs" / "diagnose.md").read_text()

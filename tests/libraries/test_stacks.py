@@ -71,6 +71,7 @@ def is_key(x):
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("make", STACKS, ids=lambda make: make.__name__)
 def test_a_skipped_step_moves_nothing(make):
     """Parameters, statistics, keys, counters: all is as before, but the loss scale."""

@@ -55,6 +55,7 @@ def arguments():
     return (normal(12, D, seed=8), *layers, normal(D, 8, seed=9)), normal(T, 12)
 
 
+@pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_more_exact_on_a_cpu(policy, rounded):
     _, _, exact = jax.jit(step)(*arguments())
