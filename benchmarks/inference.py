@@ -1,6 +1,6 @@
 """What serving costs on devices: forward passes, one decoding step, a decoding loop.
 
-    PYTHONPATH=. python benchmarks/inference.py [--models step loop gpt2 vit]
+    PYTHONPATH=. python benchmarks/inference.py [--models step loop gpt2 vit whisper]
         [--targets v5e h200] [--size quick] [--json FILE]
 
 Each is compiled ahead of time, as by `report.cost`: in float32; by hand in bfloat16
@@ -11,7 +11,7 @@ line of each table is stored by for_inference / stored by hand.
 - `step`: one step of decoding, GPT-2 small's dimensions, a cache of 1024 positions that
   is donated;
 - `loop`: 64 tokens, a cache of its own;
-- `gpt2`, `vit`: forward passes that score a batch.
+- `gpt2`, `vit`, `whisper` (its encoder): forward passes that score a batch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from jmp_rewrite._cost.estimate import estimate
 
 MODES = ("float32", "by hand, float32 weights", "by hand", "unstored", "stored")
 COLUMNS = ("argument_bytes", "temporary_bytes", "bytes_accessed", "estimated_cycles")
+MODELS = ["step", "loop", "gpt2", "vit", "whisper"]
 TOKENS = 64
 POLICY = "mixed_bfloat16"
 
@@ -146,7 +147,7 @@ def shown(rows: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", nargs="+", default=["step", "loop", "gpt2", "vit"])
+    parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
     parser.add_argument("--size", default="quick", choices=["full", "quick", "small"])
     parser.add_argument("--json", type=pathlib.Path)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import bit_equal, dtypes_in, eqns, open_jaxpr, products, same_types, trace
 from jax import lax
+from jax.extend import source_info_util
 
 from jmp_rewrite import (
     Policy,
@@ -710,3 +711,41 @@ def test_the_garbage_collector_is_left_as_it_was(is_on):
     finally:
         (gc.enable if was_on else gc.disable)()
     assert seen and set(seen) == {is_on}
+
+
+def test_equations_keep_their_lines_and_scopes_where_they_are_copied():
+    def scoped(x, w):
+        with jax.named_scope("inside"):
+            return jnp.tanh(x @ w) + jnp.exp(x)
+
+    @jax.jit
+    def outer(x, w):
+        with jax.named_scope("outside"):
+            return mixed_precision(scoped, "mixed_bfloat16")(x, w)
+
+    (call,) = jax.make_jaxpr(outer)(X, W).eqns
+    for eqn in open_jaxpr(call.params["jaxpr"]).eqns:
+        stack = str(eqn.source_info.name_stack)
+        if eqn.primitive.name in ("dot_general", "exp"):
+            assert stack == "outside/jmp_rewrite.mixed_precision/inside"
+            assert "test_transform.py" in source_info_util.summarize(eqn.source_info)
+        assert stack.startswith("outside/jmp_rewrite.mixed_precision")
+
+
+def test_what_a_jitted_function_captured_is_read_where_equations_are_copied():
+    table = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+    def looked_up(x, w):
+        return (x + table) @ w, jnp.asarray(table, jnp.int32), x * jnp.float32(2)
+
+    half = mixed_precision(looked_up, "mixed_bfloat16")
+    bit_equal(jax.jit(lambda w: half(X, w))(W), jax.jit(half)(X, W))
+    bit_equal(jax.jit(lambda w: half(table, w))(W), jax.jit(half)(table, W))
+
+
+def test_a_copied_program_holds_no_tracer_when_it_is_traced():
+    half = mixed_precision(f, "mixed_bfloat16")
+    with jax.checking_leaks():
+        jax.jit(lambda x, w: half(x, w)).lower(X, W)
+        jax.jit(jax.vmap(lambda x: half(x, W))).lower(jnp.stack([X, X]))
+        jax.jit(jax.grad(lambda w: half(X, w).sum())).lower(W)

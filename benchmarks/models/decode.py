@@ -26,6 +26,7 @@ class Size(NamedTuple):
 FULL = Size()
 QUICK = Size(layers=3)
 SMALL = Size(2, 32, 2, 64, 4, 500)
+CPU = Size(length=256, layers=2, vocabulary=16384)  # what runs in a second or two
 
 
 def _norm(x: Any) -> Any:

@@ -234,13 +234,16 @@ class Module:
         return max(limit.number, 1) if counts else 1
 
     def written(self, i: Instruction) -> list[Array]:
-        """What a kernel writes: of an update in place the updates alone."""
+        """What a kernel writes: of an update in place the updates alone.
+
+        A scatter that adds several updates to each place keeps them in a cache until
+        they are complete, so that it writes no more than its result.
+        """
         arrays = i.arrays
         if i.opcode == "custom-call" and len(arrays) > 1:
             arrays = [a for a in arrays if a.dtype not in ("s8", "u8")]  # workspace
         if i.opcode in UPDATES:
-            update = self._of(i)[i.operands[UPDATES[i.opcode]]]
-            return [arrays[0]._replace(shape=update.arrays[0].shape)]
+            return [_updated(arrays[0], i, self._of(i))]
         fused = i.fused
         if i.opcode == "fusion-done":  # of a fusion that runs beside others
             fused = self._of(i)[i.operands[0]].fused
@@ -254,14 +257,7 @@ class Module:
                 found = [
                     (a, in_place(r, inside)) for r, a in zip(roots, arrays, strict=True)
                 ]
-                return [
-                    a._replace(
-                        shape=inside[x.operands[UPDATES[x.opcode]]].arrays[0].shape
-                    )
-                    if x
-                    else a
-                    for a, x in found
-                ]
+                return [_updated(a, x, inside) if x else a for a, x in found]
         return arrays
 
     def read(self, i: Instruction) -> list[Array]:
@@ -400,6 +396,13 @@ def _used(parameter: Instruction, inside: dict[str, Instruction]) -> list[Array]
         elif not (first and user.opcode in UPDATES):
             return parameter.arrays
     return found
+
+
+def _updated(array: Array, update: Instruction, among: dict[str, Instruction]) -> Array:
+    """The part of an array that an update in place writes."""
+    (part,) = among[update.operands[UPDATES[update.opcode]]].arrays
+    written = array._replace(shape=part.shape)
+    return min(array, written, key=lambda a: a.bytes)
 
 
 def in_place(root: Instruction, inside: dict[str, Instruction]) -> Instruction | None:

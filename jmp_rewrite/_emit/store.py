@@ -37,7 +37,8 @@ class Storage(NamedTuple):
     Attributes:
       arguments: the numbers of arguments that are to come in half if that changes
         nothing.
-      kept: number of a result -> the argument whose place it takes in the next call.
+      kept: number of a result -> the argument whose place it takes in the next call,
+        so that nobody reads it but as the program reads that argument.
     """
 
     arguments: frozenset[int] = frozenset()
@@ -77,6 +78,9 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
     graph = build.build(closed)
     kept = {r: n for r, n in storage.kept.items() if n in storage.arguments}
     unrounded = Unrounded(graph, half, kept)
+    stacked = unrounded
+    if len(kept) < len(storage.kept):
+        stacked = Unrounded(graph, half, storage.kept)
     wanted = sorted(storage.arguments)
     unread = frozenset(n for n in wanted if argument(n) not in unrounded.read)
     stored = frozenset(
@@ -88,7 +92,7 @@ def store(closed: Any, half: np.dtype, storage: Storage = NOTHING) -> Stored:
         if n not in stored
         for reader in [unrounded.readers.get(argument(n))]
     }
-    plan = _plan(graph, half, unrounded, stored)
+    plan = _plan(graph, half, unrounded, stacked, stored)
     if not (stored or _changes(graph, plan)):
         return Stored(closed, stored, why_not, unread)
     results = {i for i, n in kept.items() if n in stored}
@@ -112,9 +116,22 @@ def _changes(graph: Graph, plan: Plan) -> bool:
 
 
 def _plan(
-    graph: Graph, half: np.dtype, unrounded: Unrounded, stored: frozenset[int]
+    graph: Graph,
+    half: np.dtype,
+    unrounded: Unrounded,
+    stacked: Unrounded,
+    stored: frozenset[int],
 ) -> Plan:
-    """Says what moves in half: what is stored, and what loops carry."""
+    """Says what moves in half: what is stored, and what loops carry and stack.
+
+    Args:
+      graph: the program.
+      half: the compute dtype.
+      unrounded: what is read in float32 if the program returns in float32 all that
+        takes the place of a float32 argument.
+      stacked: what else reads in float32.
+      stored: numbers of the arguments that come in half.
+    """
     narrow = {argument(n) for n in stored}
     labels = [Label.FLOAT32] * len(graph.nodes)
     for node in graph.nodes:
@@ -122,6 +139,9 @@ def _plan(
         if is_cast(node, half) or _rounds(node, narrow):
             labels[index] = Label.HALF
         elif index not in unrounded and _is_half(node, half, narrow):
+            labels[index] = Label.HALF
+            narrow.add(index)
+        elif index not in stacked and _is_stacked(node, half, narrow):
             labels[index] = Label.HALF
             narrow.add(index)
     _close(graph, labels)
@@ -135,6 +155,18 @@ def _is_half(node: Node, half: np.dtype, narrow: set[int]) -> bool:
         return node.size > ONE_LINE
     if node.name == "carry_out" or is_widened(node, half):
         return True
+    return is_move(node, half) and any(source_of(v) in narrow for v in node.inputs)
+
+
+def _is_stacked(node: Node, half: np.dtype, narrow: set[int]) -> bool:
+    """Whether a node stacks what takes the place of a float32 argument, or moves it.
+
+    A stack is an array of its own, and half of it is half the memory. What a loop
+    carries, or the program updates, is updated in the argument's memory if that is
+    donated: a half copy would come on top.
+    """
+    if node.eqn is None:
+        return node.name == "stack_out" and node.size > ONE_LINE
     return is_move(node, half) and any(source_of(v) in narrow for v in node.inputs)
 
 

@@ -281,16 +281,19 @@ class _Products:
     def repeat(self, jaxpr: Any) -> bool:
         """Whether two have equal operands."""
         body = _compat.open_jaxpr(jaxpr)
-        first = [*body.constvars, *body.invars]
-        return self._body(body, {v: self._number(v) for v in first}) is None
+        env = {v: self._number(v) for v in [*body.constvars, *body.invars]}
+        # What comes after the last one is mostly an optimizer.
+        places = reversed(range(len(body.eqns)))
+        last = next((i for i in places if _may_hold_product(body.eqns[i])), -1)
+        return not self._walk(body.eqns[: last + 1], env)
 
     def _number(self, key: Any) -> int:
         """Returns a number that is equal for what is equal."""
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _body(self, body: Any, env: dict[Any, int]) -> list[int] | None:
-        """Returns the numbers of a body's results; None if a product is repeated."""
-        for eqn in body.eqns:
+    def _walk(self, eqns: Sequence[Any], env: dict[Any, int]) -> bool:
+        """Numbers the results of equations; returns whether no product is repeated."""
+        for eqn in eqns:
             reads = [self._read(env, v) for v in eqn.invars]
             name = eqn.primitive.name
             if name in _SAME:
@@ -298,21 +301,21 @@ class _Products:
             elif _is_open_call(eqn):
                 (jaxpr,) = held_jaxprs(eqn)
                 inner = _compat.open_jaxpr(jaxpr)
-                made = self._body(inner, dict(zip(inner.invars, reads, strict=True)))
-                if made is None:
-                    return None
-                outs = made
+                inside = dict(zip(inner.invars, reads, strict=True))
+                if not self._walk(inner.eqns, inside):
+                    return False
+                outs = [self._read(inside, v) for v in inner.outvars]
             elif name in _APART or held_parameters(name):
                 outs = list(map(self._number, eqn.outvars))
             else:
                 key = self._equation(eqn, reads)
                 if name in PRODUCTS:
                     if key in self._seen:
-                        return None
+                        return False
                     self._seen.add(key)
                 outs = [self._number((key, i)) for i in range(len(eqn.outvars))]
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [self._read(env, v) for v in body.outvars]
+        return True
 
     def _equation(self, eqn: Any, reads: list[int]) -> int:
         try:
@@ -323,6 +326,11 @@ class _Products:
 
     def _read(self, env: dict[Any, int], atom: Any) -> int:
         return self._number(_number_of(atom)) if hasattr(atom, "val") else env[atom]
+
+
+def _may_hold_product(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    return name in PRODUCTS or bool(held_parameters(name))
 
 
 def _number_of(literal: Any) -> tuple[Any, bytes]:

@@ -71,7 +71,8 @@ def for_inference(
     Returns:
       A function of the same signature, with two methods. `store(*args)` returns the
       arguments, with weights and state in half where that changes nothing. The function
-      takes stored and unstored arguments, and returns a state as it came in.
+      takes stored and unstored arguments, and returns a state in the dtypes in which it
+      came in (rounded, where a loop stacks it).
       `report(*args)` says what is stored and what is not, and why. Arguments may be
       `jax.ShapeDtypeStruct` for both.
 

@@ -106,6 +106,7 @@ def by_device(
     operands: Sequence[Any],
     branches: Mapping[Where, Callable[..., Sequence[Any]]],
     required: bool = False,
+    forward_only: bool = False,
 ) -> list[Any]:
     """Reads values; some devices compute them in another way.
 
@@ -115,13 +116,21 @@ def by_device(
       branches: where -> what is computed there of `stored` and `operands`, of the same
         types as `stored`. The first one that matches is taken.
       required: whether a device cannot run the program without its branch.
+      forward_only: whether it is for programs that nobody differentiates: where
+        somebody does, all devices read what is stored.
     """
     values = [*stored, *operands]
     types = [jax.typeof(x) for x in values]
     traced = tuple(
         Branch(where, jax.make_jaxpr(fun)(*types)) for where, fun in branches.items()
     )
-    return _bind(values, branches=traced, results=len(stored), required=required)
+    return _bind(
+        values,
+        branches=traced,
+        results=len(stored),
+        required=required,
+        forward_only=forward_only,
+    )
 
 
 def _bind(values: Sequence[Any], **params: Any) -> list[Any]:
@@ -141,7 +150,9 @@ def _primitive() -> jex.Primitive:
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         # On all devices the derivative is that of what most read.
-        return _bind(primals, **params), list(tangents[: params["results"]])
+        count = params["results"]
+        outs = primals[:count] if params["forward_only"] else _bind(primals, **params)
+        return list(outs), list(tangents[:count])
 
     def transpose(cts: Any, *xs: Any, **params: Any) -> Any:
         return [*cts, *[None] * (len(xs) - len(cts))]

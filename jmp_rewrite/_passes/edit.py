@@ -403,6 +403,7 @@ class Editor:
         branches: dict[Where, Callable[..., Any]],
         after: bool = False,
         required: bool = False,
+        forward_only: bool = False,
         **static: Any,
     ) -> list[Any]:
         """Computes, before or behind an equation, what some devices read instead.
@@ -416,6 +417,7 @@ class Editor:
             returns what is read there; functions of a module.
           after: whether behind the equation.
           required: whether a device cannot run the program without its branch.
+          forward_only: whether it is gone where somebody differentiates the program.
           **static: for the branches; hashable.
 
         Returns:
@@ -425,6 +427,7 @@ class Editor:
             "_branches": tuple(branches.items()),
             "_count": len(stored),
             "_required": required,
+            "_forward_only": forward_only,
         }
         return self.insert(
             body, index, _choice, *stored, *operands, after=after, **static
@@ -621,13 +624,16 @@ def _choice(
     _branches: tuple[tuple[Where, Callable[..., Any]], ...],
     _count: int,
     _required: bool,
+    _forward_only: bool,
     **static: Any,
 ) -> list[Any]:
     def bound(fun: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *values: fun(*values, **static)
 
     branches = {where: bound(fun) for where, fun in _branches}
-    return by_device(values[:_count], values[_count:], branches, _required)
+    return by_device(
+        values[:_count], values[_count:], branches, _required, _forward_only
+    )
 
 
 @functools.lru_cache(maxsize=8192)

@@ -42,7 +42,7 @@ def live_ranges(editor: Editor) -> None:
     zeros that a sum starts from when the program begins, because that reads nothing.
     Both are large in a program that adds up in float32. The zeros wait for what is
     stored of the terms, or for one of them: terms that are computed as they are added
-    would be written to be waited for.
+    would be written to be waited for. What is read at once is not written.
 
     On NVIDIA GPUs, in whole train steps.
 
@@ -65,12 +65,10 @@ def _write_waiting(editor: Editor) -> None:
     depths = _Depths(editor)
     for body, index, eqn in parts:
         own = depths.of[body, index]
-        readers = [place for var in eqn.outvars for place in _readers(body, var)]
-        later = [depths.of.get(place, -1) for place in readers]
-        if max(later, default=-1) - own < _PRODUCTS:
-            continue
-        for var in eqn.outvars:
-            if not editor.was_here(body, var):
+        for var in eqn.outvars:  # the others are read in the kernels that read them
+            later = [depths.of.get(place, -1) for place in _readers(body, var)]
+            waits = max(later, default=-1) - own >= _PRODUCTS
+            if waits and not editor.was_here(body, var):
                 branches = {Where((GPU,)): _written}
                 (written,) = editor.choose(body, index, [var], [], branches, after=True)
                 editor.read_instead(body, var, written)
@@ -133,7 +131,7 @@ def _fill_late(editor: Editor) -> None:
 def _behind_views(body: Body, var: Any) -> tuple[Any, Any]:
     """Returns that of which a value is a view on a GPU, and what makes the view."""
     views: list[Any] = []
-    while (eqn := body.made_by(var, "by_device", *_VIEWS)) is not None:
+    while (eqn := body.made_by(var, "by_device", "split", *_VIEWS)) is not None:
         if eqn.primitive.name == "by_device":
             if any(GPU in branch.where.devices for branch in eqn.params["branches"]):
                 break
@@ -142,9 +140,26 @@ def _behind_views(body: Body, var: Any) -> tuple[Any, Any]:
             continue
         if hasattr(eqn.invars[0], "val") or len(eqn.invars) > 1:
             break
-        views.append((eqn.primitive, tuple(eqn.params.items())))
+        if eqn.primitive.name == "split":
+            views.append((lax.slice_p, _part(eqn, var)))
+        else:
+            views.append((eqn.primitive, tuple(eqn.params.items())))
         (var,) = eqn.invars
     return var, tuple(views[::-1])
+
+
+def _part(split: Any, var: Any) -> tuple[tuple[str, Any], ...]:
+    """Returns the parameters of the slice that a part of a value is."""
+    axis, sizes = split.params["axis"], split.params["sizes"]
+    position = next(i for i, v in enumerate(split.outvars) if v is var)
+    start = [0] * var.aval.ndim
+    start[axis] = sum(sizes[:position])
+    limit = [a + n for a, n in zip(start, var.aval.shape, strict=True)]
+    return (
+        ("start_indices", tuple(start)),
+        ("limit_indices", tuple(limit)),
+        ("strides", None),
+    )
 
 
 def _is_stored(editor: Editor, body: Body, var: Any) -> bool:

@@ -41,6 +41,37 @@ def is_float(atom: Any) -> bool:
     return getattr(atom.aval, "dtype", None) in _FLOATS
 
 
+def only_reader(body: Body, var: Any, device: str) -> tuple[int, Any] | None:
+    """Returns the index of the equation that alone reads a value on a device, once.
+
+    And the variable that it reads: a choice that the device has no part in is a copy.
+    """
+    while True:
+        reads = [
+            (index, position)
+            for index, position in body.reads(var)
+            if index < 0 or not _is_elsewhere(body.eqns[index], position, device)
+        ]
+        if len(reads) != 1 or reads[0][0] < 0:
+            return None
+        index, position = reads[0]
+        eqn = body.eqns[index]
+        if eqn.primitive is not BY_DEVICE or _has_branch(eqn, device):
+            return index, var
+        var = eqn.outvars[position]
+
+
+def _is_elsewhere(eqn: Any, position: int, device: str) -> bool:
+    """Whether a choice reads an operand on other devices alone."""
+    if eqn.primitive is not BY_DEVICE or _has_branch(eqn, device):
+        return False
+    return position >= int(eqn.params["results"])
+
+
+def _has_branch(eqn: Any, device: str) -> bool:
+    return any(device in b.where.devices for b in eqn.params["branches"])
+
+
 # ---- across the boundaries of jaxprs
 
 _Call = tuple[Body, int]

@@ -7,11 +7,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jmp_rewrite._passes.attention_feature_sums import attention_feature_sums
+from jmp_rewrite._passes.bias_in_convolution import bias_in_convolution
 from jmp_rewrite._passes.by_device import resolve
+from jmp_rewrite._passes.cpu_convolutions import cpu_convolutions
 from jmp_rewrite._passes.cpu_products import cpu_products
 from jmp_rewrite._passes.cpu_shield import cpu_shield
 from jmp_rewrite._passes.cudnn_convolutions import cudnn_convolutions
 from jmp_rewrite._passes.edit import Editor
+from jmp_rewrite._passes.epilogue_in_product import epilogue_in_product
 from jmp_rewrite._passes.keep_rounding import keep_rounding
 from jmp_rewrite._passes.live_ranges import live_ranges
 from jmp_rewrite._passes.program import ROUNDING, Pass, Program
@@ -21,9 +24,11 @@ from jmp_rewrite._passes.recompute_logistic import recompute_logistic
 from jmp_rewrite._passes.recompute_stacks import recompute_stacks
 from jmp_rewrite._passes.round_last_gradients import round_last_gradients
 from jmp_rewrite._passes.scatter_as_select import scatter_as_select
+from jmp_rewrite._passes.scatter_as_sum import scatter_as_sum
 from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
+from jmp_rewrite._passes.softmax_rounded import softmax_rounded
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
 from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
 
@@ -65,6 +70,13 @@ PASSES: tuple[Pass, ...] = (
         frozenset({"scatter", "scatter-add"}),
     ),
     Pass(
+        "scatter_as_sum",
+        scatter_as_sum,
+        ("all",),
+        "order of sums",
+        frozenset({"scatter-add"}),
+    ),
+    Pass(
         "attention_feature_sums",
         attention_feature_sums,
         ("TPU",),
@@ -77,6 +89,15 @@ PASSES: tuple[Pass, ...] = (
         ("TPU v5e", "TPU v6e"),
         "nothing",
         frozenset({"reduce_max"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "softmax_rounded",
+        softmax_rounded,
+        ("TPU v5e", "TPU v6e"),
+        "rounding",
+        frozenset({"exp"}),
+        whole_steps_only=False,
     ),
     Pass(
         "recompute_logistic",
@@ -123,6 +144,14 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
+        "cpu_convolutions",
+        cpu_convolutions,
+        ("CPU",),
+        "rounding",
+        frozenset({"conv_general_dilated"}),
+        whole_steps_only=False,
+    ),
+    Pass(
         "cpu_shield",
         cpu_shield,
         ("all",),
@@ -130,6 +159,21 @@ PASSES: tuple[Pass, ...] = (
         frozenset({"dot_general"}),
         whole_steps_only=False,
         required=True,
+    ),
+    Pass(
+        "bias_in_convolution",
+        bias_in_convolution,
+        ("NVIDIA",),
+        "rounding",
+        frozenset({"conv_general_dilated"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "epilogue_in_product",
+        epilogue_in_product,
+        ("NVIDIA",),
+        "rounding",
+        frozenset({"dot_general"}),
     ),
     Pass(
         "cudnn_convolutions",

@@ -162,7 +162,7 @@ class _Found:
         body, editor = self._body, self._editor
         made_of: dict[int, frozenset[int]] = {}
         follows: set[int] = set()  # what is made of one of the functions
-        for index, eqn in enumerate(body.eqns):
+        for index, eqn in enumerate(body.eqns[: self._last_backward()]):
             if eqn.primitive.name not in _ARITHMETIC and index not in functions:
                 continue
             if _is_cast(eqn) or len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
@@ -188,6 +188,14 @@ class _Found:
                     if index in functions or follows.intersection(large):
                         follows.add(index)
         return made_of
+
+    def _last_backward(self) -> int:
+        """Returns the last equation that is, or may hold, one of a backward pass."""
+        body = self._body
+        for index in reversed(range(len(body.eqns))):
+            if index in body.held or self._editor.is_backward(body, index):
+                return index
+        return 0
 
     def _kept(
         self, made_of: dict[int, frozenset[int]], functions: set[int]

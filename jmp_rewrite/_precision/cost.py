@@ -33,7 +33,7 @@ from jmp_rewrite._precision import origins
 from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
-from jmp_rewrite._rules import COSTLY, SHARP, Category
+from jmp_rewrite._rules import COSTLY, SHARP, VIEWS, Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
@@ -48,6 +48,9 @@ ACTIVATIONS = frozenset(
 # From this many kernels on, XLA:GPU stores what it could compute again in each (there,
 # 23: a norm is five; a GELU is three, where it does not).
 MANY_KERNELS = 4
+# Of a forward function, whose backward pass is not there, or will be (ViT: statistics
+# and result of a norm, and the residual stream; 39 -> 19 MB of 177 on an H200).
+FORWARD_KERNELS = 3
 # And what is made of several stored values, read for statistics along different axes:
 # from this many kernels on (there, 32).
 SEVERAL_KERNELS = 3
@@ -99,6 +102,13 @@ def storage(graph: Graph, pins: Pins) -> Storage:
         lambda n: reads_half(n, pins) or n in weighed,
         lambda n: moves_exactly(graph.nodes[n], pins),
     )
+    operands = read_alone(
+        graph,
+        lambda n: reads_half(n, pins),
+        lambda n: moves_exactly(graph.nodes[n], pins),
+    )
+    wants = {n for n in operands if moves_exactly(graph.nodes[n], pins)}
+    wants |= {n.index for n in graph.nodes if reads_half(n.index, pins)}
     activations = _activations(graph, pins)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
@@ -114,7 +124,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
             elif index not in factors and origin not in activations:
                 keeps = True
         may.append(free and not keeps)
-        saving = _saving(node, graph, pins, stored[index], index in returned)
+        saving = _saving(node, graph, wants, stored[index], index in returned)
         if moves_exactly(node, pins):
             for value in node.inputs:
                 if value.node >= 0:
@@ -168,10 +178,20 @@ def _price(size: int, trips: int) -> int:
     return max(1, size * trips // ROUNDINGS_PER_BYTE)
 
 
-def _saving(node: Node, graph: Graph, pins: Pins, stored: bool, returned: bool) -> int:
-    """Returns the bytes that a half result of a node saves."""
+def _saving(
+    node: Node, graph: Graph, wants: set[int], stored: bool, returned: bool
+) -> int:
+    """Returns the bytes that a half result of a node saves.
+
+    Args:
+      node: the node.
+      graph: the program.
+      wants: the products of half operands, and what moves these there alone.
+      stored: whether the result is written to memory.
+      returned: whether the program returns it.
+    """
     readers = graph.consumers()[node.index]
-    products = [r for r in readers if reads_half(r, pins)]
+    products = [r for r in readers if r in wants]
     half = full = 0
     if stored or 0 < len(products) < len(readers):
         half, full = HALF_BYTES, FLOAT32_BYTES
@@ -238,8 +258,9 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         needed.update(anchors[n] for n in forward)
         needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
     else:
-        needed |= _bottlenecks(graph, pins, anchors, stored, levels)
+        needed |= _biased_convolutions(graph, pins)
         needed |= _read_by_several(graph, anchors, stored, levels)
+    needed |= _bottlenecks(graph, pins, anchors, stored, levels)
     for index in needed:
         if index is not None:
             stored[index] = True
@@ -287,8 +308,10 @@ def _bottlenecks(
     place: in float32, unless it is rounded. What is joined to it, if that is small (a
     token for the class), and what moves it, are on the way.
     """
+    many = MANY_KERNELS if pins.whole_step else FORWARD_KERNELS
     consumers, loops = graph.consumers(), _innermost_loops(graph)
     sizes = [n.size for n in graph.nodes]
+    spread = _spread(graph)
 
     def is_remade(index: int, size: int) -> bool:
         node = graph.nodes[index]
@@ -298,7 +321,7 @@ def _bottlenecks(
     def follows(index: int, source: int) -> bool:
         size = sizes[source]
         inputs = graph.nodes[index].inputs
-        large = sum(has_to_be_read(v, size) for v in inputs)
+        large = sum(has_to_be_read(v, size) and v.node not in spread for v in inputs)
         same_loop = loops[index] == loops[source]
         return same_loop and large == 1 and is_remade(index, size)
 
@@ -315,15 +338,38 @@ def _bottlenecks(
             continue
         kernels: set[int] = set()
         seen, stack = {last}, [last]
-        while stack and len(kernels) < MANY_KERNELS:
+        while stack and len(kernels) < many:
             for reader in consumers[stack.pop()]:
                 kernels.add(levels[reader])
                 is_same = anchors[reader] == node.index
                 if reader not in seen and is_same and is_remade(reader, sizes[last]):
                     seen.add(reader)
                     stack.append(reader)
-        if len(kernels) >= MANY_KERNELS:
+        if len(kernels) >= many:
             found.add(computed)
+    return found
+
+
+def _biased_convolutions(graph: Graph, pins: Pins) -> set[int]:
+    """Returns the sums of convolutions and their biases.
+
+    A compiler adds a bias inside of the convolution, or in its epilogue, so that what
+    is stored is the sum.
+    """
+    consumers, spread = graph.consumers(), _spread(graph)
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.name != "conv_general_dilated" or not reads_half(node.index, pins):
+            continue
+        readers = consumers[node.index]
+        while len(readers) == 1 and graph.nodes[readers[0]].name in VIEWS:
+            readers = consumers[readers[0]]
+        if len(readers) == 1 and graph.nodes[readers[0]].name == "add":
+            total = graph.nodes[readers[0]]
+            size = total.size
+            large = [v for v in total.inputs if has_to_be_read(v, size)]
+            if len([v for v in large if v.node not in spread]) == 1:
+                found.add(total.index)
     return found
 
 
@@ -361,6 +407,18 @@ def _read_by_several(
                     stack.append(reader)
         if len(kernels) >= SEVERAL_KERNELS:
             found.add(made)
+    return found
+
+
+def _spread(graph: Graph) -> set[int]:
+    """Returns the nodes that repeat small values, as a bias is for each position."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if len(node.inputs) == 1 and node.name in VIEWS:
+            (value,) = node.inputs
+            size = node.size
+            if value.node in found or not has_to_be_read(value, size):
+                found.add(node.index)
     return found
 
 

@@ -20,7 +20,7 @@ from jmp_rewrite._precision.cost import (
 )
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
-from jmp_rewrite._rules import COMPARES, PICKS, Category, table
+from jmp_rewrite._rules import COMPARES, MOVES, PICKS, Category, table
 
 
 class Label(enum.IntEnum):
@@ -155,6 +155,7 @@ def make_plan(
     labels = placement(graph, pins)
     if pins.whole_step and placement is not propagation:
         _follow_exactly(graph, pins, labels)
+        _move_operands(graph, pins, labels)
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
     for node in pins.reduced:
@@ -182,6 +183,26 @@ def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
         asked = pins.full[index] not in (None, NO_PRODUCT) and pins.upstream[index] < 0
         if not asked and moves_exactly(node, pins):
             labels[index] = all(v.node >= 0 and labels[v.node] for v in node.inputs)
+
+
+def _move_operands(graph: Graph, pins: Pins, labels: list[bool]) -> None:
+    """Moves the rounded copy of what matrix multiplications alone read behind a move.
+
+    No number changes. A convolution's kernel is reversed for the gradient of its input,
+    and XLA:GPU knows such a convolution by the reversal that stands right before it.
+    """
+    alone = origins.read_alone(
+        graph,
+        lambda n: reads_half(n, pins),
+        lambda n: moves_exactly(graph.nodes[n], pins),
+    )
+    for index in sorted(alone):
+        node = graph.nodes[index]
+        is_asked = (pins.full[index] or "").startswith(SCOPE)
+        if node.name in _JOINTS or len(node.inputs) != 1 or is_asked:
+            continue
+        if moves_exactly(node, pins) and node.name in MOVES:
+            labels[index] = True
 
 
 def _stack_alike(graph: Graph, pins: Pins, labels: list[bool]) -> None:

@@ -119,31 +119,74 @@ def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
     return known is not None and bool(np.all((known == 0) | (known == 1)))
 
 
-def root_of(value: Value, nodes: Sequence[Node]) -> Hashable:
-    """Returns a name that is equal for equal values, seen through moves and slices.
+_SLICES = frozenset({"dynamic_slice", "gather", "slice"})
 
-    Two slices of one array at the same place are equal, at different places different:
-    the weights of two layers that were stacked.
+
+class Roots:
+    """Names of values, which are equal for equal ones.
+
+    Values are seen through moves, and exact arithmetic is the same if its operands are:
+    two slices of one array at the same place are equal, at different places different
+    (the weights of two layers that were stacked), and a weight that each iteration
+    scales or normalizes anew is one weight.
+
+    Args:
+      nodes: the program.
+      made: the nodes that have a matrix multiplication upstream.
     """
-    path: list[Hashable] = []
-    while value.node >= 0:
-        node = nodes[value.node]
-        if len(node.inputs) != 1 or node.name in ("carry_in", "join"):
-            break
-        if node.name in ("slice", "dynamic_slice", "gather"):
-            path.append((node.name, str(node.eqn.params), _positions(node)))
-        elif node.name not in MOVES:
-            break
-        (value,) = node.inputs
-    constant = id(value.constant) if value.constant is not None else None
-    return (value.node, value.argument, value.slice_of, constant, *path)
+
+    def __init__(self, nodes: Sequence[Node], made: set[int]) -> None:
+        self._nodes, self._made = nodes, made
+        self._known: dict[int, Hashable] = {}
+        self._numbers: dict[Hashable, int] = {}
+
+    def root(self, value: Value) -> Hashable:
+        """Returns the name of a value."""
+        if value.node < 0:
+            constant = id(value.constant) if value.constant is not None else None
+            return (value.argument, value.slice_of, constant)
+        stack = [value.node]
+        while stack:
+            node = self._nodes[stack[-1]]
+            reads = () if self._is_own(node) else node.inputs
+            unknown = [v.node for v in reads if v.node >= 0]
+            unknown = [n for n in unknown if n not in self._known]
+            if unknown:
+                stack += unknown
+                continue
+            self._known[stack.pop()] = self._name(node)
+        return self._known[value.node]
+
+    def _name(self, node: Node) -> Hashable:
+        if self._is_own(node):
+            return node.index
+        inputs = tuple(map(self.root, node.inputs))
+        if node.name in MOVES and len(inputs) == 1:
+            return inputs[0]
+        numbers = tuple((i, str(number)) for i, number in node.literals.items())
+        key = (node.name, str(node.eqn.params), _positions(node), inputs, numbers)
+        return self._numbers.setdefault(key, node.index)
+
+    def _is_own(self, node: Node) -> bool:
+        """Whether a value is another one than all others: what a loop or a draw makes.
+
+        What a matrix multiplication has made counts as another one, too, unless it is
+        only moved.
+        """
+        if node.eqn is None or not node.inputs or node.name in ("carry_in", "join"):
+            return True
+        others = len(node.eqn.invars) > len(node.inputs) + len(node.literals)
+        if node.name in _SLICES:
+            return False
+        return others or (node.index in self._made and node.name not in MOVES)
 
 
 def _positions(node: Node) -> Hashable:
     """Returns where a slice is taken: the operands that are no array of floats."""
     return tuple(
         str(atom.val) if hasattr(atom, "val") else id(atom)
-        for atom in node.eqn.invars[1:]
+        for atom in node.eqn.invars
+        if atom.aval.dtype != np.float32
     )
 
 

@@ -27,6 +27,8 @@ from jmp_rewrite._precision import (
 from jmp_rewrite._precision.local import KERNEL_EDGES, Local
 from jmp_rewrite._precision.origins import leads_to_product, statistics
 from jmp_rewrite._precision.pins import (
+    ADDED,
+    DIFFERENCE,
     EXACT,
     NO_PRODUCT,
     STATE,
@@ -35,7 +37,12 @@ from jmp_rewrite._precision.pins import (
     Pins,
 )
 from jmp_rewrite._precision.products import exact_products
-from jmp_rewrite._precision.readers import offsets, read_sharply, summed_gradients
+from jmp_rewrite._precision.readers import (
+    differences,
+    read_sharply,
+    summed_gradients,
+    sums_with_exact,
+)
 from jmp_rewrite._rules import Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
@@ -146,16 +153,17 @@ def _pin_read_unrounded(
 ) -> None:
     """Pins what is read by code that multiplies an error."""
     sharp = read_sharply(graph, products)
-    held = {n: r for n, r in offsets(graph, made, small).items() if n not in sharp}
+    held = {n: r for n, r in differences(graph, made, small).items() if n not in sharp}
     reasons = {
         n: f"full: read unrounded by {graph.nodes[reader].name}"
         for n, reader in sharp.items()
     }
-    reasons |= dict.fromkeys(held, "full: a value is added, and subtracted again")
+    reasons |= dict.fromkeys(held, DIFFERENCE)
     blame = {**sharp, **held}
     _pin_all(pins, {n: r for n, r in reasons.items() if n not in products}, blame)
     pins.read_by = {n: r for n, r in reasons.items() if n in products}
     pins.blame |= {n: blame[n] for n in pins.read_by if pins.full[n] is None}
+    _pin_all(pins, dict.fromkeys(sums_with_exact(graph, made), ADDED))
 
 
 def _pin_the_rest(

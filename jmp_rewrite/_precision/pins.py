@@ -19,6 +19,8 @@ from jmp_rewrite._rules import Category, table
 STATE = "full: state: updated in its own shape"
 NO_PRODUCT = "full: no matrix product depends on it (optimizer, metrics, outputs)"
 EXACT = "full: exact: no matrix product made it (an argument, a draw, a constant)"
+ADDED = "full: an exact array is added, and would be rounded with it"
+DIFFERENCE = "full: read unrounded by a difference of float32 values"
 SUMMED = "full: a gradient is a sum of it and others, which may cancel"
 STATISTIC = "full: a statistic: it is small, and much is computed from it"
 

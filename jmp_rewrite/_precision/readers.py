@@ -38,10 +38,6 @@ _KEEPS_OFFSET = MOVES | {
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _TURNS = frozenset({"neg"})
-# A mean of a value is no part of it: normalizations subtract it.
-_MOVES_TERMS = _KEEPS_OFFSET - {"reduce_sum"}
-# A sum of more values is followed no further back.
-_MOST_TERMS = 256
 
 
 def read_sharply(graph: Graph, products: set[int]) -> dict[int, int]:
@@ -78,31 +74,47 @@ def _is_sharp(node: Node) -> bool:
     return np.dtype(node.eqn.params["new_dtype"]).kind in "iu"
 
 
-def offsets(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
-    """Returns the nodes that hold an offset that is subtracted again, and where.
+def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
+    """Returns the nodes that a difference reads unrounded, and that difference.
+
+    Both operands are float32 by JAX's promotion, or one still holds the exact value
+    that was added to it, and the other is exact. So is what they are made of, back to
+    the matrix multiplications.
 
     Args:
       graph: the program.
       made: the nodes that have a matrix multiplication upstream.
       small: statistics, which a normalization subtracts from what they are of.
     """
-    holds = _holds_offset(graph, made)
-    mixed = _mixed(graph, made)
+    promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if node.name not in _SUMS or len(node.inputs) + len(node.literals) < 2:
+        if not _is_difference(node, graph):
             continue
-        for source in _added_between(node, graph, made):
-            found.setdefault(source, node.index)
         if any(_spreads(v, graph, small) for v in node.inputs):
             continue
-        if node.name != "sub":
-            continue
-        if _cancels(node, holds, made):
-            _follow_back(node, holds, graph, found)
-        if len(node.inputs) == 2 and all(v.node in mixed for v in node.inputs):
-            _follow_back(node, mixed, graph, found)
+        for held in (promoted, offset):
+            if _cancels(node, held, made, alone=held is offset):
+                _follow_back(node, held, graph, found)
     return found
+
+
+def sums_with_exact(graph: Graph, made: set[int]) -> set[int]:
+    """Returns the made nodes that an exact array of their size is added to.
+
+    A rounding would be one of that array as well: it comes before the sum.
+    """
+
+    def is_exact(value: Value, size: int) -> bool:
+        own = value.node not in made and value.made_of_data and not is_zero(value)
+        return own and value.size == size
+
+    return {
+        n.index
+        for n in graph.nodes
+        if n.name in ("add", "sub") and n.index in made and not is_backward(n)
+        if any(is_exact(v, n.size) for v in n.inputs)
+    }
 
 
 def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int, int]:
@@ -157,20 +169,20 @@ def _follow_back(
             stack += [v.node for v in graph.nodes[source].inputs if v.node in among]
 
 
-def _mixed(graph: Graph, made: set[int]) -> set[int]:
+def _promoted(graph: Graph, made: set[int]) -> set[int]:
     """Returns the made nodes that are float32 by JAX's promotion, as by hand.
 
     An exact array stands beside the half result of a matrix multiplication in what they
     are computed from, so that by hand their differences are of unrounded values.
     """
-    mixed: set[int] = set()
+    promoted: set[int] = set()
     for node in graph.nodes:
         if node.index not in made or not node.avals or node.name in PRODUCTS:
             continue
         sources = [v.node for v in node.inputs if v.aval.shape]
-        if any(n not in made or n in mixed for n in sources):
-            mixed.add(node.index)
-    return mixed
+        if any(n not in made or n in promoted for n in sources):
+            promoted.add(node.index)
+    return promoted
 
 
 def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
@@ -197,86 +209,41 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
     return holds
 
 
-def _added_between(node: Node, graph: Graph, made: set[int]) -> set[int]:
-    """Returns the sums with a value that a difference takes out of them again."""
-    operands = [v.node for v in node.inputs if v.node in made]
-    if len(operands) < 2:
-        return set()
-    first, second = _terms_of_both(operands[0], operands[1], graph, made)
-    sign = -1 if node.name == "sub" else 1
-    common = {n for n, s in first.items() if -s * sign == second.get(n)}
-    inside = first.keys() | second.keys()
-    consumers = graph.consumers()
-    found: set[int] = set()
-    seen = set(common)
-    stack = list(common)
-    while stack:
-        source = stack.pop()
-        for reader in consumers[source]:
-            is_sum = graph.nodes[reader].name in _SUMS or source in found
-            if reader not in inside or reader in found or reader in common:
-                continue
-            if is_sum:
-                found.add(reader)
-            elif reader in seen:
-                continue
-            seen.add(reader)
-            stack.append(reader)
-    return found
+def _is_difference(node: Node, graph: Graph) -> bool:
+    """Whether a node subtracts: in a backward pass, adds what is negated."""
+    if len(node.inputs) + len(node.literals) < 2:
+        return False
+    if node.name not in ("add", "add_any"):
+        return node.name == "sub"
+    return sum(_is_negated(v, graph) for v in node.inputs) == 1
 
 
-def _terms_of_both(
-    one: int, other: int, graph: Graph, made: set[int]
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns the terms of two values, as far back as they may have one in common.
+def _is_negated(value: Value, graph: Graph) -> bool:
+    """Whether a value is the negative of one, moved and scaled by numbers."""
+    while value.node >= 0:
+        node = graph.nodes[value.node]
+        if node.name == "neg":
+            return True
+        passes = node.name in MOVES or node.name in ("mul", "div")
+        if not passes or len(node.inputs) != 1 or node.name == "carry_in":
+            return False
+        (value,) = node.inputs
+    return False
 
-    A residual stream is a long sum, and what is added to it mostly none. In a loop a
-    carry reads what comes after it.
+
+def _cancels(node: Node, held: set[int], made: set[int], alone: bool) -> bool:
+    """Whether a difference is of two of these values.
+
+    Args:
+      node: the difference.
+      held: the values.
+      made: the nodes that have a matrix multiplication upstream.
+      alone: whether an exact value, or a number, will do for one of them.
     """
-    if graph.loops:
-        return _terms(one, graph, made), _terms(other, graph, made)
-    late, early = max(one, other), min(one, other)
-    of_late = _terms(late, graph, made)
-    oldest = min(of_late)
-    of_early = _terms(early, graph, made, oldest) if oldest <= early else {early: 1}
-    return (of_late, of_early) if one == late else (of_early, of_late)
-
-
-def _terms(node: int, graph: Graph, made: set[int], oldest: int = 0) -> dict[int, int]:
-    """Returns the values that a value is a sum of, scaled and moved, with their signs.
-
-    Itself is one of them, and what comes before `oldest` is none.
-    """
-    found = {node: 1}
-    stack = [node]
-    while stack and len(found) < _MOST_TERMS:
-        index = stack.pop()
-        reads = graph.nodes[index]
-        sign = found[index]
-        if reads.name in ("mul", "div"):
-            if sum(v.node in made for v in reads.inputs) > 1:
-                continue
-            if any(np.any(number < 0) for number in reads.literals.values()):
-                sign = -sign
-        elif reads.name not in _MOVES_TERMS | _SUMS:
-            continue
-        for position, value in enumerate(reads.inputs):
-            is_new = value.node >= oldest and value.node not in found
-            if is_new and value.node in made:
-                is_taken = reads.name == "sub" and (position or 0 in reads.literals)
-                turns = reads.name == "neg" or is_taken
-                found[value.node] = -sign if turns else sign
-                stack.append(value.node)
-    return found
-
-
-def _cancels(node: Node, holds: set[int], made: set[int]) -> bool:
-    """Whether a difference is one of two values with an exact part."""
-    held = [v for v in node.inputs if v.node in holds]
-    exact = [v for v in node.inputs if v.node not in made and not is_zero(v)]
-    return len(held) == 2 or (
-        len(held) == 1 and (bool(exact) or any(node.literals.values()))
-    )
+    count = sum(v.node in held for v in node.inputs)
+    exact = any(v.node not in made and not is_zero(v) for v in node.inputs)
+    exact |= any(node.literals.values())
+    return count == 2 or (alone and count == 1 and exact)
 
 
 def _spreads(value: Value, graph: Graph, small: set[int]) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jmp_rewrite._graph import Graph, Loop, Node, Value, reached
-from jmp_rewrite._precision.origins import MOVES, is_backward, root_of
+from jmp_rewrite._precision.origins import MOVES, Roots, is_backward
 from jmp_rewrite._rules import Category
 
 # Arithmetic that makes a new value of an old one and an update.
@@ -112,6 +112,7 @@ class _Walk:
         self._predecessors = graph.predecessors()
         self._consumers = graph.consumers()
         self._products = products
+        self._roots = Roots(graph.nodes, made)
         self._made = made
         backward = (n.index for n in graph.nodes if is_backward(n))
         self._after_backward = reached(backward, self._consumers)
@@ -182,7 +183,7 @@ class _Walk:
         if not passed:
             return None
         weights = [
-            root_of(v, self._nodes)
+            self._roots.root(v)
             for product in passed
             for v in self._nodes[product].inputs
             if v.node not in depends and v.node != base

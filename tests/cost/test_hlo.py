@@ -142,3 +142,34 @@ def test_collectives_by_kind_and_dtype():
         ("reduce-scatter", "f32"): 8 * 4,
         ("all-gather", "bf16"): 2 * 16 * 2,
     }
+
+
+SCATTER = """HloModule jit_f
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%fused (z: f32[8,4], i: s32[ROWS,1], u: bf16[ROWS,4]) -> f32[8,4] {
+  %z = f32[8,4]{1,0} parameter(0)
+  %i = s32[ROWS,1]{1,0} parameter(1)
+  %u = bf16[ROWS,4]{1,0} parameter(2)
+  %wide = f32[ROWS,4]{1,0} convert(%u)
+  ROOT %s = f32[8,4]{1,0} scatter(%z, %i, %wide), to_apply=%add
+}
+
+ENTRY %main (z: f32[8,4], i: s32[ROWS,1], u: bf16[ROWS,4]) -> f32[8,4] {
+  %z = f32[8,4]{1,0} parameter(0)
+  %i = s32[ROWS,1]{1,0} parameter(1)
+  %u = bf16[ROWS,4]{1,0} parameter(2)
+  ROOT %s = f32[8,4]{1,0} fusion(%z, %i, %u), kind=kInput, calls=%fused
+}
+"""
+
+
+@pytest.mark.parametrize(("rows", "written"), [(3, 3 * 4 * 4), (100, 8 * 4 * 4)])
+def test_a_scatter_writes_its_updates_or_its_result(rows, written):
+    module = hlo.parse(SCATTER.replace("ROWS", str(rows)))
+    assert module.bytes_written() == written

@@ -332,6 +332,53 @@ def test_caches_of_a_scan_over_layers():
     assert not [v for v in loop.invars if v.aval.str_short() == "float32[3,24,16]"]
 
 
+def test_caches_that_are_not_stored_are_stacked_in_half():
+    """A stack is no update of the argument, so float32 would be twice the memory."""
+
+    def fun(params, cache, total, x, position):
+        def body(x, inputs):
+            params, cache, total = inputs
+            out, cache = decode(params, cache, x, position)
+            return x + out, (cache, total + out)
+
+        x, (cache, total) = jax.lax.scan(body, x, (params, cache, total))
+        return cache, total, jnp.argmax(x @ params["o"][0])
+
+    cache = jax.tree.map(lambda x: jnp.stack([x + 0.1] * 3), empty_cache())
+    args = layer_weights(3), cache, jnp.ones((3, 1, 16)), inputs(1), 3
+    serve = for_inference(fun, BF16, state={1: 0, 2: 1})
+    (loop,) = eqns(trace(serve, *args), "scan")
+    types = [v.aval.str_short() for v in loop.outvars]
+    assert types.count("bfloat16[3,24,16]") == 2
+    assert "float32[3,1,16]" in types  # what is added to
+    unstored = jax.jit(serve)(*args)
+    same_types(unstored, fun(*args))
+    stored = jax.jit(serve)(*serve.store(*args))
+    assert {*dtypes(stored[0])} == {"bfloat16"}
+    same_bits(unstored, jax.tree.map(lambda x, y: x.astype(y.dtype), stored, unstored))
+    # Of a function whose result may be read by anybody they are float32.
+    (loop,) = eqns(trace(for_inference(fun, BF16), *args), "scan")
+    assert "bfloat16[3,24,16]" not in [v.aval.str_short() for v in loop.outvars]
+
+
+def test_a_cache_that_a_loop_carries_is_updated_as_it_comes():
+    """A loop updates a donated argument in place, and needs no memory for it."""
+
+    def fun(params, cache, x):
+        def body(i, carry):
+            x, cache = carry
+            return decode(params, cache, x, i)
+
+        return jax.lax.fori_loop(0, 4, body, (x, cache))
+
+    args = layer_weights(), empty_cache(), inputs(1)
+    serve = for_inference(fun, BF16, state={1: 1})
+    (loop,) = eqns(trace(serve, *args), "scan", "while")
+    assert "float32[24,16]" in [v.aval.str_short() for v in loop.outvars]
+    (loop,) = eqns(trace(serve, *serve.store(*args)), "scan", "while")
+    assert "float32[24,16]" not in [v.aval.str_short() for v in loop.outvars]
+
+
 # ---- loops that hold the cache
 
 
@@ -397,6 +444,127 @@ def test_beam_search_gathers_its_caches():
     jaxpr = trace(mixed_precision(fun, BF16), layer_weights(), inputs(4)[:, None])
     (loop,) = eqns(jaxpr, "scan")
     assert "bfloat16[4,24,16]" in [v.aval.str_short() for v in loop.outvars]
+
+
+VOCABULARY, LAYERS, LENGTH, END = 24, 2, 8, 3
+
+
+def language_model(params, tokens, caches, at):
+    """Reads a token of each sequence; caches as a dict of layers, as Flax has them."""
+    x, new = params["embed"][tokens], {}
+    for name, block in params["layers"].items():
+        cache = caches[name]
+        rows = {n: (x @ block[n])[:, None] for n in ("k", "v")}
+        kept = {
+            n: jax.lax.dynamic_update_slice(cache[n], rows[n], (0, at, 0)) for n in rows
+        }
+        scores = jnp.einsum("bd,bkd->bk", x @ block["q"], kept["k"])
+        scores = jnp.where(jnp.arange(LENGTH)[None] <= at, scores, -1e9)
+        x = x + jnp.einsum("bk,bkd->bd", jax.nn.softmax(scores), kept["v"])
+        new[name] = {**kept, "index": cache["index"] + 1}
+    return x @ params["embed"].T, new
+
+
+def empty_caches(batch):
+    zeros = jnp.zeros((batch, LENGTH, 16))
+    layer = {"index": jnp.asarray(0), "k": zeros, "v": zeros}
+    return {f"layer{i}": dict(layer) for i in range(LAYERS)}
+
+
+def language_params():
+    keys = iter(jax.random.split(jax.random.key(3), 3 * LAYERS + 1))
+    layers = {
+        f"layer{i}": {n: jax.random.normal(next(keys), (16, 16)) / 4 for n in "qkv"}
+        for i in range(LAYERS)
+    }
+    return {"embed": jax.random.normal(next(keys), (VOCABULARY, 16)), "layers": layers}
+
+
+def greedy(params, first):
+    """As `generate()` of Hugging Face: it ends once every sequence has ended."""
+    batch = first.shape[0]
+    state = {
+        "at": jnp.asarray(0),
+        "caches": empty_caches(batch),
+        "finished": jnp.zeros(batch, bool),
+        "sequences": jnp.zeros((batch, LENGTH), jnp.int32),
+        "token": first,
+    }
+
+    def goes_on(state):
+        return (state["at"] < LENGTH) & ~jnp.all(state["finished"])
+
+    def step(state):
+        at = state["at"]
+        logits, caches = language_model(params, state["token"], state["caches"], at)
+        token = jnp.where(state["finished"], END, jnp.argmax(logits, -1))
+        update = token[:, None].astype(jnp.int32)
+        return {
+            "at": at + 1,
+            "caches": caches,
+            "finished": state["finished"] | (token == END),
+            "sequences": jax.lax.dynamic_update_slice(
+                state["sequences"], update, (0, at)
+            ),
+            "token": token.astype(first.dtype),
+        }
+
+    return jax.lax.while_loop(goes_on, step, state)["sequences"]
+
+
+def beams(params, first, width=3):
+    """Beam search: the caches of all beams are flattened, and gathered by parent."""
+    batch = first.shape[0]
+
+    def flat(x):
+        return x.reshape(-1, *x.shape[2:]) if x.ndim else x
+
+    def parted(x):
+        return x.reshape(batch, width, *x.shape[1:]) if x.ndim else x
+
+    def gathered(x, parents):
+        return x[jnp.arange(batch)[:, None], parents] if x.ndim else x
+
+    def step(state):
+        at, scores, tokens, sequences, caches = state
+        logits, caches = language_model(params, flat(tokens), caches, at)
+        log_p = parted(jax.nn.log_softmax(logits)) + scores[..., None]
+        scores, best = jax.lax.top_k(log_p.reshape(batch, -1), width)
+        parents, tokens = best // VOCABULARY, best % VOCABULARY
+        caches = jax.tree.map(lambda c: flat(gathered(parted(c), parents)), caches)
+        sequences = gathered(sequences, parents).at[:, :, at].set(tokens)
+        return at + 1, scores, tokens, sequences, caches
+
+    def goes_on(state):
+        at, scores, *_ = state
+        return (at < LENGTH) & (jnp.max(scores) > -50)
+
+    start = (
+        jnp.asarray(0),
+        jnp.linspace(0, -1, width)[None].repeat(batch, 0),
+        jnp.stack([first] * width, 1),
+        jnp.zeros((batch, width, LENGTH), jnp.int32),
+        empty_caches(batch * width),
+    )
+    return jax.lax.while_loop(goes_on, step, start)[3]
+
+
+@pytest.mark.parametrize("search", [greedy, beams])
+def test_a_loop_that_generates_until_all_have_ended(search):
+    args = language_params(), jnp.array([1, 5, 7, 11])
+    half = mixed_precision(search, BF16)
+    (loop,) = eqns(trace(half, *args), "while")
+    rows = 4 if search is greedy else 12
+    types = [v.aval.str_short() for v in loop.outvars]
+    assert types.count(f"bfloat16[{rows},{LENGTH},16]") == 2 * LAYERS
+    assert f"float32[{rows},{LENGTH},16]" not in types
+    want = jax.jit(half)(*args)
+    serve = for_inference(search, BF16)
+    stored, first = serve.store(*args)
+    assert {*dtypes(stored["layers"])} == {"bfloat16"}
+    same_bits(jax.jit(serve)(stored, first), want)
+    same_bits(jax.jit(serve)(*args), want)
+    assert len({*np.asarray(want).ravel().tolist()}) > 3
 
 
 def test_a_window_that_rolls():

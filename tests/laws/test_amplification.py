@@ -125,6 +125,23 @@ FOUND = {
     "cotangent": Program(
         (Statement("v0", "runge_kutta", ("x", "y")),), ("v0",), "gradient"
     ),
+    "cotangent_of_a_product": Program(
+        (
+            Statement("v0", "linear", ("w2", "w1")),
+            Statement("v1", "runge_kutta", ("v0", "x")),
+        ),
+        ("v1",),
+        "gradient",
+    ),
+    # Exact arrays were rounded with what they were added to.
+    "input": Program(
+        (
+            Statement("v0", "sandwich", ("w1", "x")),
+            Statement("v1", "entropy", ("x", "v0")),
+        ),
+        ("v1",),
+        "gradient",
+    ),
     # A product was rounded that float32 code alone reads.
     "small": chain("small_product"),
     "decomposed": chain("sandwich", "determinant"),

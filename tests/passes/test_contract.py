@@ -63,12 +63,20 @@ def upsampled(params, x):
 def convolved(params, x):
     w, out = params
     images = x.reshape(T // 4, 4, 4, D // 4)
-    kernel = w[:2, :4].reshape(2, 1, 2, 2)
+    kernel = w[:2, :8].reshape(2, 2, 2, 2)
     numbers = ("NHWC", "HWIO", "NHWC")
     h = jax.lax.conv_general_dilated(
         images, kernel, (1, 1), "SAME", dimension_numbers=numbers
     )
+    h = jax.nn.relu(h + out[0, :2][None, None, None])
     return jnp.square(h.reshape(T, -1) @ out[:8]).mean()
+
+
+def resized(params, x):
+    w, out = params
+    h = (x @ w).reshape(T // 4, 4, F)
+    h = jax.image.resize(h, (T // 4, 8, F), "nearest")
+    return jnp.square(h @ out).mean()
 
 
 def scanned(params, x):
@@ -95,6 +103,7 @@ LOSSES = (
     silu_of_a_norm,
     upsampled,
     convolved,
+    resized,
     scanned,
     labelled,
 )
@@ -177,8 +186,12 @@ def bound(own):
     return TOLERANCE[own.changes]
 
 
-# A constraint needs a mesh: `tests/libraries/test_scale_out.py`.
-@pytest.mark.parametrize("own", [p for p in PASSES if p.name not in ("sharded_casts",)])
+# A constraint needs a mesh: `tests/libraries/test_scale_out.py`. Of forward functions
+# are `test_cpu_convolutions.py` and `test_forward.py`.
+ELSEWHERE = ("cpu_convolutions", "sharded_casts", "softmax_rounded")
+
+
+@pytest.mark.parametrize("own", [p for p in PASSES if p.name not in ELSEWHERE])
 def test_each_pass_finds_something(own):
     found = [optimized(own, explicit(loss))[1] for loss in LOSSES]
     # XLA:CPU of JAX 0.11 multiplies these shapes as they are.
@@ -187,13 +200,14 @@ def test_each_pass_finds_something(own):
 
 @by_loss
 def test_other_passes_find_what_they_found(loss):
-    again = next(p for p in PASSES if p.name == "recompute_stacks")
-    # What is computed again is stacked no more, and there is nothing to do for it.
-    fewer = optimized(again, explicit(loss))[0]
-    alone = {p.name for p in PASSES if optimized(p, fewer)[1]}
-    together, before = set(), explicit(loss)
-    if optimized(again, before)[1]:
-        alone.add(again.name)
+    # What is computed again is stacked no more, and a sum needs no zeros: there is
+    # nothing to do for those.
+    fewer, before, alone = explicit(loss), explicit(loss), set()
+    for own in (p for p in PASSES if p.name in ("recompute_stacks", "scatter_as_sum")):
+        fewer, edits = optimized(own, fewer)
+        alone |= {own.name} if edits else set()
+    alone |= {p.name for p in PASSES if optimized(p, fewer)[1]}
+    together = set()
     for own in PASSES:
         before, edits = optimized(own, before)
         together |= {own.name} if edits else set()
@@ -265,3 +279,26 @@ def test_numbers_are_as_declared():
     for own in PASSES:
         assert own.reason and "Gain:" in own.run.__doc__
         assert own.devices == ("all",) or devices_of(own)
+
+
+@by_loss
+def test_a_body_knows_its_readers_and_makers_after_each_pass(loss):
+    editor = Editor(explicit(loss))
+    for own in PASSES:
+        for body in editor.bodies:  # an index that is there before the pass edits
+            read = [body.reads(v) for v in body.invars]
+            assert len(read) == len(body.parameter)
+        editor.run(own.name, own.run)
+        for body in editor.bodies:
+            readers = {}
+            for index, eqn in enumerate(body.eqns):
+                for position, atom in enumerate(eqn.invars):
+                    if not hasattr(atom, "val"):
+                        readers.setdefault(atom, []).append((index, position))
+            for position, atom in enumerate(body.outvars):
+                if not hasattr(atom, "val"):
+                    readers.setdefault(atom, []).append((-1, position))
+            makers = {v: i for i, eqn in enumerate(body.eqns) for v in eqn.outvars}
+            assert {v: body.reads(v) for v in readers} == readers
+            assert all(body.maker[v] == index for v, index in makers.items())
+            assert not any(body.reads(v) for v in makers if v not in readers)

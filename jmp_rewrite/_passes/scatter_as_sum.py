@@ -1,0 +1,142 @@
+"""Sums of neighbours that are written as a scatter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._passes.match import given, is_call, is_float, made_inside, number_of
+
+# Longer indices are not looked at.
+_LARGEST_INDEX = 2**16
+
+# What indices are computed with, of known numbers.
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "add": np.add,
+        "clamp": lambda low, x, high: np.clip(x, low, high),
+        "div": lambda x, y: x / y if x.dtype.kind == "f" else np.fix(x / y),
+        "floor": np.floor,
+        "lt": np.less,
+        "max": np.maximum,
+        "min": np.minimum,
+        "mul": np.multiply,
+        "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
+        "sub": np.subtract,
+    }
+)
+_RESHAPES = frozenset({"expand_dims", "reshape", "squeeze"})
+
+
+def scatter_as_sum(editor: Editor) -> None:
+    """What is repeated in place has a gradient that is a sum of neighbours.
+
+    So it is of `jax.image.resize` to a multiple of the size by the nearest pixel, whose
+    transpose is a `scatter-add` of known indices: 0, 0, 1, 1, ... Compilers fuse no
+    scatter: zeros are filled, the terms are written in float32 and added one by one.
+    A sum over a dimension is computed in the kernel that reads it.
+
+    On all devices, in whole train steps.
+
+    Gain: a diffusion model with a U-Net writes 15 % fewer bytes on an H200.
+    """
+    for body, index, eqn in list(editor.find("scatter-add")):
+        zeros, indices, updates = eqn.invars
+        if not is_float(zeros) or not zeros.aval.sharding.mesh.empty:  # or it varies
+            continue
+        numbers = eqn.params["dimension_numbers"]
+        if number_of(body, zeros) != 0 or not _is_along_one(eqn):
+            continue
+        (to,) = numbers.scatter_dims_to_operand_dims
+        (of,) = set(range(updates.aval.ndim)) - set(numbers.update_window_dims)
+        size = zeros.aval.shape[to]
+        if _is_repeated(_numbers(body, indices), size):
+            editor.replace(body, index, _summed, updates, of=of, to=to, size=size)
+
+
+def _is_along_one(eqn: Any) -> bool:
+    """Whether whole rows of the other dimensions are added along one dimension."""
+    zeros, indices, updates = eqn.invars
+    numbers = eqn.params["dimension_numbers"]
+    inserted, scattered = (
+        numbers.inserted_window_dims,
+        numbers.scatter_dims_to_operand_dims,
+    )
+    if len(scattered) != 1 or tuple(inserted) != tuple(scattered):
+        return False
+    if numbers.operand_batching_dims or indices.aval.ndim != 2:
+        return False
+    windows = [updates.aval.shape[d] for d in numbers.update_window_dims]
+    others = [n for d, n in enumerate(zeros.aval.shape) if d != scattered[0]]
+    return windows == others
+
+
+def _is_repeated(indices: Any, size: int) -> bool:
+    """Whether indices are 0, 0, ..., 1, 1, ..., each as often, up to a size."""
+    if indices is None or not size or indices.size % size:
+        return False
+    expected = np.arange(size).repeat(indices.size // size)
+    return indices.size > 0 and bool(np.array_equal(indices.ravel(), expected))
+
+
+def _numbers(body: Body, atom: Any) -> Any:
+    """Returns the numbers that a value is made of, if no input is among them."""
+    if hasattr(atom, "val"):
+        return np.asarray(atom.val)
+    index = body.maker.get(atom, -1)
+    if index < 0:
+        sources = given(body, atom)
+        return _numbers(*sources[0]) if len(sources) == 1 else None
+    eqn = body.eqns[index]
+    if is_call(eqn):
+        position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+        (inside,) = made_inside(body, index, position)
+        return _numbers(*inside)
+    if math.prod(atom.aval.shape) > _LARGEST_INDEX:
+        return None
+    return _computed(body, eqn)
+
+
+def _computed(body: Body, eqn: Any) -> Any:
+    name, aval, params = eqn.primitive.name, eqn.outvars[0].aval, eqn.params
+    if name == "iota":
+        line = np.arange(aval.shape[params["dimension"]], dtype=aval.dtype)
+        return _spread(line, aval.shape, (params["dimension"],))
+    known = {*_FUNCTIONS, *_RESHAPES, "broadcast_in_dim", "convert_element_type"}
+    if name not in known:
+        return None
+    operands = []
+    for atom in eqn.invars:
+        operands.append(_numbers(body, atom))
+        if operands[-1] is None:
+            return None
+    if name in _RESHAPES:
+        return operands[0].reshape(aval.shape)
+    if name == "broadcast_in_dim":
+        return _spread(operands[0], aval.shape, params["broadcast_dimensions"])
+    if name == "convert_element_type":
+        return operands[0].astype(aval.dtype)
+    return np.asarray(_FUNCTIONS[name](*operands), aval.dtype)
+
+
+def _spread(x: Any, shape: tuple[int, ...], dims: Any) -> Any:
+    sizes = [1] * len(shape)
+    for d, n in zip(dims, x.shape, strict=True):
+        sizes[d] = n
+    return np.broadcast_to(x.reshape(sizes), shape)
+
+
+def _summed(updates: Any, *, of: int, to: int, size: int) -> Any:
+    order = [d for d in range(updates.ndim) if d != of]
+    order.insert(to, of)
+    x = lax.transpose(updates, order)
+    x = lax.reshape(x, (*x.shape[:to], size, x.shape[to] // size, *x.shape[to + 1 :]))
+    wide = lax.convert_element_type(x, np.float32)
+    total = lax.reduce_sum(wide, [to + 1])
+    return [lax.convert_element_type(total, updates.dtype)]

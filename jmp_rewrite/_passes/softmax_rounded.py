@@ -1,0 +1,69 @@
+"""The exponential of a softmax, stored in half where nobody differentiates it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jmp_rewrite import _compat
+from jmp_rewrite._passes.by_device import TPU_V5E, TPU_V6E, Where
+from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._passes.match import FLOAT32, is_float32, is_half_product, uses
+from jmp_rewrite._passes.program import CASTS
+from jmp_rewrite._passes.softmax_from_quotient import quotient_of
+from jmp_rewrite._rules import EXACT
+
+
+def softmax_rounded(editor: Editor) -> None:
+    """A forward function divides a softmax's rounded exponential by the exact sum.
+
+    XLA:TPU computes scores, maximum and sum in one kernel, and the quotient in that of
+    the matrix multiplication that reads it. Between them it stores the scores less
+    their maximum, in float32; with this, the rounded exponential. A derivative would
+    read the exact one beside it, so that a program that is differentiated is left
+    alone. A whole step stores its exponentials rounded anyway.
+
+    On TPUs v5e and v6e, for bfloat16.
+
+    Gain: Whisper's encoder takes half the memory and two thirds of the bytes on a v5e.
+    """
+    if editor.whole_step or editor.half.name != "bfloat16":
+        return
+    for body, index, _ in editor.find("exp"):
+        quotient = quotient_of(editor, body, index)
+        if quotient is None or not _is_multiplied(editor, body, quotient.outvars[0]):
+            continue
+        numerator = quotient.invars[0]
+        if not is_float32(numerator) or editor.was_here(body, numerator):
+            continue
+        at = body.maker[quotient.outvars[0]]
+        branches = {Where((TPU_V5E, TPU_V6E)): _rounded}
+        (stored,) = editor.choose(
+            body,
+            at,
+            [numerator],
+            [],
+            branches,
+            forward_only=True,
+            half=editor.half,
+        )
+        editor.read(body, at, 0, stored)
+
+
+def _is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
+    """Whether matrix multiplications alone read a value, rounded or moved."""
+    found = False
+    for place, index, _ in uses(body, var):
+        if index < 0:
+            return False
+        eqn = place.eqns[index]
+        if eqn.primitive.name in CASTS | EXACT:
+            if not all(_is_multiplied(editor, place, v) for v in eqn.outvars):
+                return False
+        elif not is_half_product(eqn, editor.half):
+            return False
+        found = True
+    return found
+
+
+def _rounded(x: Any, *, half: Any) -> Any:
+    return [_compat.convert(_compat.convert(x, half), FLOAT32)]

@@ -1,0 +1,234 @@
+"""What a GPU computes in the kernel of a product, and sums of neighbours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import choices, devices_of, eqns, relative_error, trace, walk
+from jax import lax
+from programs import normal, weights
+
+from jmp_rewrite import _compat, mixed_precision, use_passes
+
+IMAGES = (2, 8, 8, 4)
+
+
+def step_of(loss):
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    return step
+
+
+def traced(loss, params, x, device=None):
+    with use_passes("all", device=device):
+        return trace(mixed_precision(step_of(loss), "mixed_bfloat16"), params, x)
+
+
+def convolve(x, w, groups=1):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+    )
+
+
+def kernels(groups=1):
+    first, last = weights((9 * 4 // groups, 8), (9 * 8, 4))
+    shapes = (3, 3, 4 // groups, 8), (3, 3, 8, 4)
+    bias = jnp.asarray(normal(1, 1, 1, 8))
+    return first.reshape(shapes[0]), last.reshape(shapes[1]), bias
+
+
+def biased(params, x):
+    first, last, bias = params
+    h = jax.nn.relu(convolve(x, first) + bias)
+    return jnp.square(convolve(h, last)).mean()
+
+
+def broadcast_bias(params, x):
+    first, last, bias = params
+    h = convolve(x, first)
+    h = jnp.tanh(h + jnp.broadcast_to(bias, h.shape))
+    return jnp.square(convolve(h, last)).mean()
+
+
+def grouped(params, x):
+    first, last, bias = params
+    h = jax.nn.relu(convolve(x, first, groups=2) + bias)
+    return jnp.square(convolve(h, last)).mean()
+
+
+def residual(params, x):
+    first, last, _ = params
+    h = convolve(x, first) + jnp.concatenate([x, x], -1)
+    return jnp.square(convolve(h, last)).mean()
+
+
+def read_twice(params, x):
+    first, last, bias = params
+    h = convolve(x, first)
+    return jnp.square(convolve(jnp.tanh(h + bias) * h, last)).mean()
+
+
+def images():
+    return jnp.asarray(normal(*IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("loss", "groups", "found"),
+    [
+        (biased, 1, True),
+        (broadcast_bias, 1, True),
+        (grouped, 2, False),  # cuDNN takes none
+        (residual, 1, False),  # no bias
+        (read_twice, 1, False),  # the result itself is stored
+    ],
+)
+def test_a_bias_is_added_in_the_result_of_a_convolution(loss, groups, found):
+    args = kernels(groups), images()
+    edits = choices(traced(loss, *args), "bias_in_convolution")
+    assert bool(edits) is found
+    assert all(devices_of(e) == ("cuda",) for e in edits)
+    there = eqns(traced(loss, *args, device="NVIDIA GPU"), "add")
+    half = [e for e in there if e.outvars[0].aval.dtype == jnp.bfloat16]
+    assert bool(half) is found
+
+
+def test_a_rectifier_is_a_part_of_the_convolution():
+    """A compiler would ask the sum for the sign, and keep it for that."""
+    args = kernels(), images()
+    program = traced(biased, *args, device="NVIDIA GPU")
+    made = {v: e.primitive.name for e in walk(program) for v in e.outvars}
+    (sign,) = eqns(program, "gt")
+    assert made[sign.invars[0]] == "optimization_barrier"
+
+
+def on_a_gpu(loss, args):
+    """Evaluates the program of a GPU, in the order in which it is written."""
+    closed = traced(loss, *args, device="NVIDIA GPU")
+    out = _compat.evaluate(closed, jax.tree.leaves(args))
+    return [a - w for a, w in zip(out, jax.tree.leaves(args[0]), strict=True)]
+
+
+@pytest.mark.parametrize("loss", [biased, broadcast_bias])
+def test_gradients_of_convolutions(loss):
+    args = kernels(), images()
+    exact = [-g for g in jax.grad(loss)(*args)]
+    assert relative_error(on_a_gpu(loss, args), exact) < 2**-6
+
+
+# ---- products
+
+
+def rectified(params, x):
+    first, second, last = params
+    h = jax.nn.relu(x @ first + second[:1])
+    h = jax.nn.relu(h @ second + first[:1])
+    return jnp.square(h @ last).mean()
+
+
+def capped(params, x):
+    first, second, last = params
+    h = 30.0 * jnp.tanh(x @ first / 30.0)
+    return jnp.square(jax.nn.softmax(h @ second) @ last).mean()
+
+
+def gelu(params, x):
+    first, _, last = params
+    return jnp.square(jax.nn.gelu(x @ first) @ last).mean()
+
+
+def gated(params, x):
+    first, second, last = params
+    h = jnp.tanh(x @ first) * jax.nn.relu(x @ second[:16])
+    return jnp.square(h @ last).mean()
+
+
+def layers():
+    return weights((16, 32), (32, 32), (32, 8)), jnp.asarray(normal(24, 16))
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"),
+    [
+        (rectified, 2),
+        (capped, 1),
+        (gelu, 0),  # the argument is read several times
+        (gated, 0),  # XLA merges two products of one operand
+    ],
+)
+def test_an_epilogue_is_computed_in_its_product(loss, count):
+    args = layers()
+    edits = choices(traced(loss, *args), "epilogue_in_product")
+    assert len(edits) == count
+    assert all(devices_of(e) == ("cuda",) for e in edits)
+    program = traced(loss, *args, device="NVIDIA GPU")
+    assert bool(eqns(program, "optimization_barrier")) or not count
+
+
+def test_a_product_reads_what_was_computed_in_the_one_before():
+    program = traced(rectified, *layers(), device="NVIDIA GPU")
+    made = {v: e for e in walk(program) for v in e.outvars}
+    wide = [e for e in eqns(program, "dot_general") if _is_wide(e)]
+    second = next(e for e in wide if e.invars[0].aval.shape == (24, 32))
+    assert made[second.invars[0]].primitive.name == "optimization_barrier"
+
+
+def _is_wide(eqn):
+    half = all(v.aval.dtype == jnp.bfloat16 for v in eqn.invars)
+    return half and eqn.outvars[0].aval.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("loss", [rectified, capped])
+def test_gradients_of_products(loss):
+    args = layers()
+    exact = [-g for g in jax.grad(loss)(*args)]
+    assert relative_error(on_a_gpu(loss, args), exact) < 2**-6
+
+
+# ---- sums of neighbours
+
+
+def enlarged(size):
+    def loss(params, x):
+        first, last = params
+        h = jax.image.resize((x @ first).reshape(2, 6, 8), (2, size, 8), "nearest")
+        return jnp.square(h @ last).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("size", "scatters"),
+    [(6, 0), (12, 0), (18, 0), (9, 1), (4, 1)],
+)
+def test_what_is_repeated_in_place_is_summed_up(size, scatters):
+    args = weights((5, 8), (8, 3)), jnp.asarray(normal(12, 5))
+    program = traced(enlarged(size), *args)
+    assert len(eqns(program, "scatter-add")) == scatters
+    with use_passes("-scatter_as_sum"):
+        step = mixed_precision(step_of(enlarged(size)), "mixed_bfloat16")
+        before = trace(step, *args)
+    leaves = jax.tree.leaves(args)
+    for one, other in zip(
+        _compat.evaluate(program, leaves), _compat.evaluate(before, leaves), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=2**-20, atol=2**-20)
+
+
+# ---- what products alone read
+
+
+def test_a_moved_kernel_is_reversed_in_half():
+    """The gradient of its input, at weights that a gradient has moved."""
+
+    def step(params, x):
+        first, last, _ = params
+        moved = step_of(biased)(params, x)
+        grads = jax.grad(biased)(moved, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    args = kernels(), images()
+    program = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    kinds = {str(e.outvars[0].aval.dtype) for e in eqns(program, "rev")}
+    assert kinds == {"bfloat16"}
