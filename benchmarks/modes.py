@@ -112,8 +112,7 @@ def mpx(model: ModuleType, size: Any) -> Made:
 
 def propagation(model: ModuleType, size: Any) -> Made:
     """This package with TensorFlow's greedy placement."""
-    from jmp_rewrite import Policy, _transform
-    from jmp_rewrite._graph.scopes import Place
+    from jmp_rewrite import Policy, _rewrite
     from jmp_rewrite._precision import decide
 
     made = float32(model, size)
@@ -122,10 +121,8 @@ def propagation(model: ModuleType, size: Any) -> Made:
     def placed(fun: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
             closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-            plan, _ = _transform._decide(
-                closed, policy, Place(), placement=decide.propagation
-            )
-            results = _transform.run(plan, closed.consts, jax.tree.leaves(args))
+            plan = _rewrite.decide(closed, policy, placement=decide.propagation)
+            results = _rewrite.run(plan, closed.consts, jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(shape), results)
 
         return wrapped

@@ -30,7 +30,7 @@ import optax
 from jax.extend import core as jex
 
 from jmp_rewrite import Policy, mixed_precision, mixed_precision_jaxpr
-from jmp_rewrite._transform import decide
+from jmp_rewrite._rewrite import decide
 
 POLICY = Policy("mixed_bfloat16")
 

@@ -38,8 +38,9 @@ from jax.extend import core as jex  # noqa: E402
 from jax.extend import source_info_util  # noqa: E402
 
 from jmp_rewrite._policy import as_policy  # noqa: E402
+from jmp_rewrite._rewrite import decide  # noqa: E402
 from jmp_rewrite._rules.table import Category  # noqa: E402
-from jmp_rewrite._transform import decide, mixed_precision  # noqa: E402
+from jmp_rewrite._transform import mixed_precision  # noqa: E402
 
 POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
 # float16 loses small gradients without a loss scale; the own mode gets the same one.

@@ -94,7 +94,7 @@ def scope_elements(name_stack: Any) -> tuple[Any, ...]:
 
 
 def is_scope(element: Any) -> bool:
-    """Tells a `jax.named_scope` from the mark of a transformation."""
+    """Whether an element is a `jax.named_scope`, not a mark of a transformation."""
     return type(element).__name__ == "Scope"
 
 
@@ -360,7 +360,7 @@ def map_cotangents(fun: Callable[..., Any], result: Any, *rest: Sequence[Any]) -
 
 
 def is_symbolic_zero(x: Any) -> bool:
-    """Tells the zeros that derivative rules are given instead of arrays."""
+    """Whether a value is the zero that derivative rules are given for an array."""
     return isinstance(x, SymbolicZero)
 
 
@@ -370,20 +370,20 @@ def symbolic_zero_like(x: Any, aval: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Tells what JAX traces (arrays, tracers, references) from static values."""
+    """Whether JAX traces a value (an array, a tracer, a reference)."""
     if isinstance(leaf, (bool, int, float, complex)):
         return False
     return isinstance(leaf, jax.Array) or bool(jex.valid_jaxtype(leaf))
 
 
 def is_concrete(x: Any) -> bool:
-    """Tells an array whose numbers this process can read."""
+    """Whether this process can read an array's numbers."""
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     return concrete and x.is_fully_addressable
 
 
 def is_being_differentiated(x: Any) -> bool:
-    """Tells a tracer of automatic differentiation, maybe inside one of `vmap`."""
+    """Whether a value is being differentiated, maybe inside of a `vmap`."""
     while type(x).__name__ == "BatchTracer":
         x = x.val
     return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
@@ -447,7 +447,7 @@ def vary(x: Any, axes: Sequence[str]) -> Any:
 
 
 def is_for(context: Any, devices: tuple[str, ...]) -> bool:
-    """Tells whether a program is lowered for one of some platforms or generations.
+    """Whether a program is lowered for one of some platforms or generations.
 
     A program for several platforms is for none of them. A generation of TPUs is told by
     the client that compiles; a program that is exported from elsewhere is for none.
@@ -462,12 +462,12 @@ def is_for(context: Any, devices: tuple[str, ...]) -> bool:
 
 
 def is_for_one_device(context: Any) -> bool:
-    """Tells a program of one device from one that others have a part in."""
+    """Whether a program runs on one device alone."""
     return getattr(context.axis_context, "num_devices", 0) == 1
 
 
 def holds_whole_arrays(context: Any) -> bool:
-    """Tells a program whose devices hold whole arrays, as each in a `shard_map` does.
+    """Whether each device holds whole arrays, as it does inside a `shard_map`.
 
     In others the partitioner may have split any dimension of an array.
     """
@@ -490,7 +490,7 @@ def default_platform() -> str:
 
 
 def lays_out(sharding: Any) -> bool:
-    """Tells a sharding in an equation's parameters that says more than the mesh."""
+    """Whether a sharding in an equation's parameters says more than the mesh."""
     return sharding is not None and any(axis is not None for axis in sharding.spec)
 
 
@@ -507,12 +507,12 @@ def is_plain_call(eqn: Any) -> bool:
 
 
 def is_dropped(var: Any) -> bool:
-    """Tells a result that nothing reads, and that has no name."""
+    """Whether a result has no name, as one that nothing reads."""
     return type(var).__name__ == "DropVar"
 
 
 def is_reference(aval: Any) -> bool:
-    """Tells the type of a mutable array reference."""
+    """Whether a type is that of a mutable array reference."""
     return hasattr(aval, "inner_aval")
 
 

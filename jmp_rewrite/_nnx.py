@@ -145,7 +145,7 @@ def _is_parts(x: Any) -> bool:
 
 
 def _is_module(x: Any) -> bool:
-    """Tells a module, a variable, or anything else that NNX passes by reference."""
+    """Whether NNX passes a value by reference, as a module or a variable."""
     return isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
@@ -161,7 +161,7 @@ def _contents(module: Any) -> tuple[Any, list[Any]]:
 
 
 def _is_same(module: Any, before: tuple[Any, list[Any]]) -> bool:
-    """Tells whether a module has the structure and the very arrays that it had."""
+    """Whether a module still has the same structure and the very same arrays."""
     graphdef, arrays = _contents(module)
     return (
         graphdef == before[0]

@@ -1,12 +1,11 @@
 """`mixed_precision`: a function in, the same function in mixed precision out.
 
-Trace, decide, emit. Pytrees end here, and in `_arguments.py`.
+What is done to the program stands in `_rewrite`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -15,67 +14,18 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import tree_util
 from jax.extend import core as jex
 
-from jmp_rewrite import _collector, _compat, _keras, _passes
-from jmp_rewrite._arguments import (
-    Static,
-    hide,
-    name_of,
-    not_a_function,
-    pure_call,
-    show,
-    show_types,
-    wraps,
-)
+from jmp_rewrite import _collector, _compat, _keras
+from jmp_rewrite._arguments import Static, name_of, not_a_function, pure_call, wraps
 from jmp_rewrite._devices import why_auto_is_float32
-from jmp_rewrite._emit import Emitter, Later, program, store
-from jmp_rewrite._graph import (
-    FLOAT32,
-    REWRITTEN,
-    Place,
-    Region,
-    build,
-    computed_once,
-    has_half_precision,
-    matched,
-    nodes,
-    region,
-    report_unused,
-)
+from jmp_rewrite._graph import REWRITTEN, Region, region
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
-from jmp_rewrite._precision import decide as _plan
-from jmp_rewrite._precision import is_whole_step
-from jmp_rewrite._precision import parameters as _parameters
-from jmp_rewrite._precision import pinning as _pin
-from jmp_rewrite._rules import Category
+from jmp_rewrite._rewrite import decide, decide_traced, run, trace_call
 from jmp_rewrite._source import user_level
 from jmp_rewrite._spelling import DTypeLike, PolicyName
 
 _LOGGER = logging.getLogger("jmp_rewrite")
-
-
-class Traced(NamedTuple):
-    """A function traced for one call.
-
-    Attributes:
-      closed: its closed jaxpr.
-      arrays: the call's arrays, for the jaxpr's parameters.
-      arguments: the call's `(args, kwargs)`, what is no array hidden.
-      results: the function's result, with types in place of arrays, the rest hidden.
-    """
-
-    closed: Any
-    arrays: list[Any]
-    arguments: Any
-    results: Any
-
-    def rebuild(self, arrays: Sequence[Any]) -> Any:
-        """Makes the function's result from the jaxpr's results."""
-        return show(
-            tree_util.tree_unflatten(tree_util.tree_structure(self.results), arrays)
-        )
 
 
 P = ParamSpec("P")
@@ -289,25 +239,8 @@ def undecorated(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Policy | N
     return given.fun, given.policy
 
 
-def trace_call(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: Policy | None = None,
-) -> Traced:
-    """Traces a function for one call.
-
-    Args:
-      fun: the function.
-      args: positional arguments.
-      kwargs: arguments by name.
-      policy: what will rewrite the program; None if nothing will.
-    """
-    return trace_for(policy, fun, *hide((args, kwargs)))
-
-
 def _is_policy(given: Any) -> bool:
-    """Tells a policy from a function; dtypes may be classes, and those are callable."""
+    """Whether a value is a policy, no function; dtypes may be callable classes."""
     if isinstance(given, type):
         is_numpy = issubclass(given, (np.generic, bool, int, float, complex))
         return is_numpy or type(given) is type(jnp.float32)
@@ -328,337 +261,6 @@ def _only_policy(fun: Any, policy: PolicyLike) -> Policy:
             "mixed_precision expected a function or a policy as its first argument, "
             f"got {not_a_function(fun)}."
         ) from None
-
-
-_TRACED = (
-    "mixed_precision traces a function as jax.jit does: branch with jax.lax.cond or "
-    "jnp.where, or name the arguments that decide in static_argnums or static_argnames."
-)
-
-
-def trace_for(
-    policy: Policy | None, fun: Callable[..., Any], args: Any, kwargs: Any
-) -> Traced:
-    """Traces a function that a policy will rewrite.
-
-    A call of a half-precision function sees the scopes that it stands in from the
-    innermost loop or jitted function on. If one further out, or the path of a
-    parameter, makes the call float32, the function is traced anew, and told so.
-    """
-    if policy is None:
-        return _trace_hidden(fun, args, kwargs)
-    here = Region(policy)
-    while True:
-        with region.tracing(here):
-            traced = _trace_hidden(fun, args, kwargs)
-        found = _calls_in_float32(traced, policy)
-        if found <= here.in_float32:
-            return traced
-        known = here.in_float32 | found if here.again else frozenset()
-        here = here._replace(in_float32=known, again=next(_AGAIN))
-
-
-_AGAIN = itertools.count(1)
-
-
-def _calls_in_float32(traced: Traced, policy: Policy) -> frozenset[int]:
-    """Returns the half-precision calls that should have been traced in float32."""
-    if not policy.scopes or policy.compute_dtype == FLOAT32:
-        return frozenset()
-    if not has_half_precision(traced.closed):
-        return frozenset()
-    graph, plan, _ = decide_quietly(traced, policy)
-    assert plan is not None
-    return frozenset(
-        node.place.call
-        for node in graph.nodes
-        if node.name == nodes.KERNEL_OPERAND
-        and node.place.call >= 0
-        and not node.place.rewritten
-        and plan.pins.is_asked_full(node.index)
-    )
-
-
-def _trace_hidden(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    """Traces `fun` through a fresh function, so that nothing it captured is cached."""
-
-    def fresh(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = show((args, kwargs))
-        return hide(fun(*args, **kwargs))
-
-    # Errors then name the user's function and its arguments, as those of jax.jit do.
-    wraps(fun, fresh)
-    try:
-        closed, results = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
-    except jax.errors.ConcretizationTypeError as error:
-        error.add_note(_TRACED)
-        raise
-    arguments = (args, kwargs)
-    return Traced(closed, tree_util.tree_leaves(arguments), arguments, results)
-
-
-def trace_types(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    hide_static: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None,
-    policy: Policy | None = None,
-) -> Traced:
-    """Traces `fun` for a call whose arrays may be given as `jax.ShapeDtypeStruct`.
-
-    Args:
-      fun: the function.
-      args: positional arguments.
-      kwargs: arguments by name.
-      hide_static: `Decorated.hide`; None if no argument is static.
-      policy: what will rewrite the program; None if nothing will.
-    """
-    arguments = (args, kwargs) if hide_static is None else hide_static(args, kwargs)
-    with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, _):
-        given = show_types(hide((pure_args, pure_kwargs)))
-        return trace_for(policy, pure, *given)
-
-
-def decide_quietly(
-    traced: Traced, policy: Policy
-) -> tuple[nodes.Graph, _plan.Plan | None, list[str]]:
-    """Decides for a traced function, and warns of nothing.
-
-    Returns:
-      The program, what is done with it (None under a float32 policy), and the patterns
-      of `scopes` that matched nothing.
-    """
-    if policy.compute_dtype == np.float32:
-        return build.build(traced.closed), None, []
-    plan, used = _decide(
-        traced.closed,
-        policy,
-        Place(),
-        _parameters.argument_paths(traced.arguments),
-        _parameters.result_paths(traced.results),
-    )
-    # Inside derivative rules, which nobody has traced yet, there may be more scopes.
-    known = [] if plan.graph.has_backward_rules else policy.scopes
-    return plan.graph, plan, [p for p in known if p not in used]
-
-
-def decide_traced(traced: Traced, policy: Policy) -> _plan.Plan:
-    """Decides for a traced function; `scopes` know the paths of its parameters."""
-    values = [*traced.arrays, *_compat.constants(traced.closed)]
-    differentiated = any(map(_compat.is_being_differentiated, values))
-    if not policy.scopes:
-        return decide(traced.closed, policy, differentiated=differentiated)
-    return decide(
-        traced.closed,
-        policy,
-        _parameters.argument_paths(traced.arguments),
-        _parameters.result_paths(traced.results),
-        differentiated,
-    )
-
-
-def decide(
-    closed: Any,
-    policy: Policy,
-    arguments: Sequence[str | None] = (),
-    results: Sequence[str] = (),
-    differentiated: bool = False,
-) -> _plan.Plan:
-    """Decides for every equation of a program in which precision it runs.
-
-    Args:
-      closed: the program, a closed jaxpr.
-      policy: what the user asks for.
-      arguments: for each parameter the path in its argument, keys joined by "/"; None
-        for optimizer state.
-      results: for each result its path.
-      differentiated: whether the program is being differentiated from outside.
-    """
-    plan, used = _decide(closed, policy, Place(), arguments, results, differentiated)
-    if not plan.graph.has_backward_rules:  # a scope may be inside one
-        report_unused(policy, used)
-    return plan
-
-
-@_collector.held()
-def _decide(
-    closed: Any,
-    policy: Policy,
-    place: Place,
-    arguments: Sequence[str | None] = (),
-    results: Sequence[str] = (),
-    differentiated: bool = False,
-    placement: _plan.Placement = _plan.cheapest,
-) -> tuple[_plan.Plan, frozenset[str]]:
-    """Decides for a program that stands somewhere, a derivative rule in its scope."""
-    table = policy.table()
-
-    def is_opaque(eqn: Any) -> bool:
-        return table.get(eqn.primitive.name) is Category.DENY
-
-    # bfloat16 has float32's range: it rounds no positive number to 0.
-    by_sign = policy.compute_dtype != np.float16
-    by_path = bool(policy.scopes)
-
-    def graph_of(closed: Any) -> nodes.Graph:
-        dtype = policy.compute_dtype
-        return build.build(closed, is_opaque, place, by_path, by_sign, dtype)
-
-    graph = graph_of(closed)
-    whole_step = not differentiated and is_whole_step(graph)
-    if whole_step:
-        merged = computed_once(closed, by_path)
-        if merged is not closed:
-            graph = graph_of(merged)
-            whole_step = is_whole_step(graph)
-    overrides, used = _parameters.overrides(graph, policy, arguments, results)
-    pins = _pin.pin(graph, policy, overrides, whole_step)
-    _log_opaque(_pin.left_alone(graph, pins))
-    plan = _plan.make_plan(
-        graph,
-        pins,
-        policy.compute_dtype,
-        placement,
-        # A rule is no whole step: what it computes again must round as it did before.
-        lambda rule, place: _decide(
-            rule,
-            policy,
-            place,
-            differentiated=True,
-            placement=_plan.products,
-        )[0],
-    )
-    plan.region, plan.is_differentiated = Region(policy), differentiated
-    return plan, used | matched(policy, (n.place.path for n in graph.nodes))
-
-
-@_collector.held()
-def optimized(
-    plan: _plan.Plan,
-    choice: _passes.Choice | None = None,
-    emitter_type: type[Emitter] = Emitter,
-) -> _passes.Optimized:
-    """Emits a program and runs the passes over it.
-
-    Args:
-      plan: the program, and what is done with each equation.
-      choice: the passes; None for those that are switched on now.
-      emitter_type: what emits the equations.
-
-    Returns:
-      A closed jaxpr of the program's constants and arguments, and what was done.
-    """
-    choice = _passes.current() if choice is None else choice
-    explicit = emitted(plan, choice, emitter_type)
-    done = finished(plan, explicit, choice)
-    if not _may_store(plan):
-        return done
-    stored = store(explicit, plan.half).closed
-    if stored is explicit:
-        return done
-    less = finished(plan, stored, choice)
-    return less._replace(closed=_unless_differentiated(less.closed, done.closed))
-
-
-def emitted(
-    plan: _plan.Plan,
-    choice: _passes.Choice | None = None,
-    emitter_type: type[Emitter] = Emitter,
-) -> Any:
-    """Emits a program with explicit casts, before any pass; see `optimized`."""
-    choice = _passes.current() if choice is None else choice
-    again = functools.partial(run, choice=choice, emitter_type=emitter_type)
-    later = Later(again, functools.partial(_finish, plan.half, choice))
-    return program.emit(plan, later, emitter_type)
-
-
-def finished(
-    plan: _plan.Plan, explicit: Any, choice: _passes.Choice | None = None
-) -> _passes.Optimized:
-    """Runs the passes over a program with explicit casts; see `optimized`."""
-    choice = _passes.current() if choice is None else choice
-    explicit = _passes.Program(explicit, plan.half, plan.pins.whole_step)
-    return _passes.optimize(explicit, choice.passes, choice.device)
-
-
-def _may_store(plan: _plan.Plan) -> bool:
-    """Whether what loops carry may be stored as `store` does it."""
-    is_forward = not (plan.pins.whole_step or plan.is_differentiated)
-    return bool(plan.graph.loops) and is_forward
-
-
-def _unless_differentiated(closed: Any, original: Any) -> Any:
-    """Returns a program that is another one where somebody differentiates it.
-
-    Cotangents of what a loop carries in half would be added up in half.
-
-    Args:
-      closed: the program, a closed jaxpr.
-      original: the other one, of the same types.
-    """
-    if not _has_derivative(original):
-        return closed
-    if closed.effects:  # custom derivatives allow few
-        return original
-
-    @jax.custom_jvp
-    def inference(*args: Any) -> list[Any]:
-        return _compat.evaluate(closed, args)
-
-    @inference.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
-        def fun(*args: Any) -> list[Any]:
-            return _compat.evaluate(original, args)
-
-        return jax.jvp(fun, primals, tangents)
-
-    return jax.make_jaxpr(inference)(*original.in_avals)
-
-
-def _has_derivative(closed: Any) -> bool:
-    """Whether a program returns a number that has a derivative."""
-    dtypes = (getattr(a, "dtype", np.dtype(bool)) for a in closed.out_avals)
-    return any(jnp.issubdtype(d, jnp.inexact) for d in dtypes)
-
-
-def _finish(
-    half: np.dtype,
-    choice: _passes.Choice,
-    fun: Callable[..., list[Any]],
-    args: Sequence[Any],
-) -> list[Any]:
-    """Runs a function that emits equations itself, in no whole step, with the passes.
-
-    It holds no program: JAX keeps derivative rules longer than the tracers in one.
-    """
-    closed = jax.make_jaxpr(fun)(*map(jax.typeof, args))
-    explicit = _passes.Program(closed, half, False)
-    optimized = _passes.optimize(explicit, choice.passes, choice.device)
-    return _compat.evaluate(optimized.closed, args)
-
-
-def run(
-    plan: _plan.Plan,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    choice: _passes.Choice | None = None,
-    emitter_type: type[Emitter] = Emitter,
-) -> list[Any]:
-    """Runs a program rewritten, on its constants and arguments; see `optimized`."""
-    closed = optimized(plan, choice, emitter_type).closed
-    return _compat.evaluate(closed, [*consts, *args])
-
-
-def _log_opaque(left_alone: Sequence[nodes.Opaque]) -> None:
-    """Logs what was left alone; silence is the worst answer."""
-    for eqn, place, why, where in left_alone:
-        _LOGGER.info(
-            "%s at %s%s is not rewritten: %s",
-            eqn.primitive.name,
-            where,
-            f" (in {place.path})" if place.path else "",
-            why,
-        )
 
 
 def mixed_precision_jaxpr(closed_jaxpr: Any, policy: PolicyLike = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import tree_util
 
-from jmp_rewrite import _compat, _transform
+from jmp_rewrite import _compat, _rewrite
 from jmp_rewrite._cost.program import Program
 from jmp_rewrite._policy import Policy
 
@@ -40,7 +40,7 @@ def call_of(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    traced: _transform.Traced,
+    traced: _rewrite.Traced,
     again: Callable[..., Subject],
 ) -> Call:
     """Keeps a call that was traced, and none of its arrays."""
@@ -103,7 +103,7 @@ class Subject:
             return nothing
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            traced = _transform.trace_types(
+            traced = _rewrite.trace_types(
                 self.call.fun, self.call.args, self.call.kwargs
             )
         return _placement(traced.closed) or nothing

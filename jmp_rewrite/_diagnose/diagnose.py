@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
-from jmp_rewrite import _compat, _transform
+from jmp_rewrite import _compat, _rewrite, _transform
 from jmp_rewrite._arguments import name_of, not_a_function, wraps
 from jmp_rewrite._diagnose import shadow as _shadow
 from jmp_rewrite._diagnose.blame import Finding, blame
@@ -105,7 +105,7 @@ def diagnose(
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
         _check_arrays((args, kwargs))
         chosen = as_policy(given)
-        program = _Program(_transform.trace_call(plain, args, kwargs, chosen))
+        program = _Program(_rewrite.trace_call(plain, args, kwargs, chosen))
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(
                 name_of(plain).rpartition("<locals>.")[2],
@@ -136,7 +136,7 @@ def _is_tolerance(given: Any) -> bool:
 class _Program:
     """A traced call, that is run under one policy after the other."""
 
-    def __init__(self, traced: _transform.Traced) -> None:
+    def __init__(self, traced: _rewrite.Traced) -> None:
         if any(isinstance(x, jax.core.Tracer) for x in traced.arrays):
             raise TypeError(
                 "diagnose runs a program to see its numbers, but it was called inside "
@@ -156,8 +156,8 @@ class _Program:
         closed = self.traced.closed
         if policy.compute_dtype == np.float32:
             return closed, ()
-        plan = _transform.decide_traced(self.traced, policy)
-        rewritten = _transform.optimized(plan).closed
+        plan = _rewrite.decide_traced(self.traced, policy)
+        rewritten = _rewrite.optimized(plan).closed
         return resolve(rewritten, "", required=False), _compat.constants(closed)
 
     def run(self, policy: Policy) -> list[Any]:

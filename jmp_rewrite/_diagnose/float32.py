@@ -29,12 +29,12 @@ _OWN = frozenset({"rounding", "saturating_cast"})
 
 
 def is_half(aval: Any) -> bool:
-    """Tells the types of float16 and bfloat16 arrays."""
+    """Whether a type is that of a float16 or bfloat16 array."""
     return getattr(aval, "dtype", None) in _HALVES
 
 
 def touches_half(eqn: Any) -> bool:
-    """Tells whether an equation has a half operand or result."""
+    """Whether an equation has a half operand or result."""
     return any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
 
 

@@ -47,7 +47,7 @@ def chosen(on: tuple[Any, Any], new: State, old: State) -> State:
 
 
 def is_traced(tree: Any) -> bool:
-    """Tells whether any leaf is a tracer."""
+    """Whether any leaf is a tracer."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 

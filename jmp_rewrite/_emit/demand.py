@@ -26,7 +26,7 @@ class Demand:
         self._is_touched: dict[Instance, bool] = {}
 
     def touched(self, instance: Instance) -> bool:
-        """Tells whether anything inside is emitted anew: because it is half, mostly."""
+        """Whether anything inside is emitted anew: because it is half, mostly."""
         if instance not in self._is_touched:
             self._is_touched[instance] = self._any_touched(instance)
         return self._is_touched[instance]

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec
 
 from jax import tree_util
 
-from jmp_rewrite import _cost, _transform
+from jmp_rewrite import _cost, _rewrite, _transform
 from jmp_rewrite._arguments import name_of, not_a_function
 from jmp_rewrite._explain.report import Decision, Report
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
@@ -62,13 +62,13 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         if inner is None:
             chosen = as_policy(fixed)
-            traced = _transform.trace_types(fun, args, kwargs, policy=chosen)
+            traced = _rewrite.trace_types(fun, args, kwargs, policy=chosen)
             return _report(fun, traced, chosen, call(args, kwargs, traced))
         chosen = as_policy(fixed or inner.policy)
-        traced = _transform.trace_types(inner.fun, args, kwargs, inner.hide, chosen)
+        traced = _rewrite.trace_types(inner.fun, args, kwargs, inner.hide, chosen)
         return _report(inner.fun, traced, chosen, call(args, kwargs, traced))
 
-    def call(args: Any, kwargs: Any, traced: _transform.Traced) -> _cost.Call:
+    def call(args: Any, kwargs: Any, traced: _rewrite.Traced) -> _cost.Call:
         def again(*args: Any, **kwargs: Any) -> _cost.Subject:
             return explained(*args, **kwargs).subject
 
@@ -91,9 +91,9 @@ def _decorated(fun: Any) -> _transform.Decorated | None:
 
 
 def _report(
-    fun: Any, traced: _transform.Traced, policy: Policy, call: _cost.Call
+    fun: Any, traced: _rewrite.Traced, policy: Policy, call: _cost.Call
 ) -> Report:
-    graph, plan, unused = _transform.decide_quietly(traced, policy)
+    graph, plan, unused = _rewrite.decide_quietly(traced, policy)
     return Report(
         Decision(
             name=name_of(fun).rpartition("<locals>.")[2],

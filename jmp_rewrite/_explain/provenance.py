@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jmp_rewrite import _compat, _passes, _transform
+from jmp_rewrite import _compat, _passes, _rewrite
 from jmp_rewrite._emit import Cell, Emitter
 from jmp_rewrite._graph import REWRITTEN, Instance
 from jmp_rewrite._precision import Plan
@@ -64,7 +64,7 @@ def emit(plan: Plan, choice: _passes.Choice) -> Emitted:
     """Emits the program of a plan, and runs the chosen passes over it."""
     original = plan.graph.top.jaxpr
     before = _compat.open_jaxpr(original)
-    optimized = _transform.optimized(plan, choice, emitter_type=_Marking)
+    optimized = _rewrite.optimized(plan, choice, emitter_type=_Marking)
 
     def rewritten(*args: Any) -> list[Any]:
         with jax.named_scope(REWRITTEN):

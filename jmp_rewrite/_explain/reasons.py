@@ -114,7 +114,7 @@ class Verdicts:
         return f" at {line}" if line else ""
 
     def _why_not_half(self, index: int) -> str:
-        """Tells why the placement left something full that it might have rounded."""
+        """Returns why the placement left a result float32 that may be half."""
         if self._any_half(self._graph.consumers()[index]):
             return "what reads it casts, which costs no memory"
         return "it stays in registers, where half would save nothing"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jax.extend import core as jex
 
-from jmp_rewrite import _compat, _cost, _passes, _transform
+from jmp_rewrite import _compat, _cost, _passes, _rewrite
 from jmp_rewrite._explain import advice as _advice
 from jmp_rewrite._explain import html, provenance, residuals, rows, summary
 from jmp_rewrite._explain import plot as _report_plot
@@ -306,7 +306,7 @@ class Report:
         if policy.compute_dtype == np.float32:
             return decision.closed
         paths = decision.arguments, decision.results
-        plan = _transform.decide(decision.closed, policy, *paths)
+        plan = _rewrite.decide(decision.closed, policy, *paths)
         return provenance.emit(plan, self._choice).closed
 
     # ---- words

@@ -203,7 +203,7 @@ class _Origins:
 
 
 def _is_cheap(eqn: Any) -> bool:
-    """Tells arithmetic that a compiler does again where its result is read."""
+    """Whether a compiler recomputes an equation where its result is read."""
     name = eqn.primitive.name
     if name in COSTLY or name in ENDS_KERNEL or name in PRODUCTS or eqn.effects:
         return False
@@ -224,7 +224,7 @@ class BackwardPass:
         self._known: dict[Any, bool] = {}
 
     def is_in(self, closed: Any) -> bool:
-        """Tells a program that reverse-mode differentiation has made a part of."""
+        """Whether reverse-mode differentiation made a part of the program."""
         body = _compat.open_jaxpr(closed)
         if body not in self._known:
             self._known[body] = any(

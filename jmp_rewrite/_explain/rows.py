@@ -231,7 +231,7 @@ def _phase(place: Place, late: bool) -> str:
 
 
 def names_layer(path: str) -> bool:
-    """Tells a path of scopes that says which layer it is."""
+    """Whether a path of scopes names a layer."""
     return any(p and not _is_anonymous(p) for p in path.split("/"))
 
 
@@ -250,5 +250,5 @@ def _layer(path: str, parameter: str, line: Line) -> str:
 
 
 def _is_anonymous(name: str) -> bool:
-    """Tells scopes of `jnp.einsum`, of Equinox, which name a class, and our own."""
+    """Whether a scope is of `jnp.einsum`, of an Equinox class, or our own."""
     return "->" in name or name.startswith(("eqx.nn.", "jmp_rewrite."))

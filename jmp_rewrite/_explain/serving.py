@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmp_rewrite import _compat, _transform
+from jmp_rewrite import _compat, _rewrite
 from jmp_rewrite._emit import Storage, argument, is_move, results_of, source_of, store
 from jmp_rewrite._graph import Graph, build, elements, is_float32
 from jmp_rewrite._precision import FLOAT32_BYTES, HALF_BYTES, ONE_LINE, Plan
@@ -43,7 +43,7 @@ def serving(plan: Plan, weights: int) -> Serving:
       plan: of the function.
       weights: how many arrays its first argument has.
     """
-    explicit = _transform.emitted(plan)
+    explicit = _rewrite.emitted(plan)
     graph = build.build(explicit)
     first = len(_compat.constvars(plan.graph.top.jaxpr))
     caches = _caches(graph, plan.half)

@@ -157,7 +157,7 @@ def _scope(name: str, rows: Sequence[Equation]) -> Scope:
 
 
 def is_shown(row: Equation) -> bool:
-    """Tells the rows of tables: those with a float32 or half value of their own."""
+    """Whether a table shows a row: it has a float32 or half value of its own."""
     return row.category not in (CALL, INSERTED, INTERNAL) and not (
         row.category == NONE and row.kind == "other"
     )

@@ -248,7 +248,7 @@ def _opened(eqn: Any, original: Any) -> Sequence[Any]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Tells jaxprs of the same equations; where nothing is half they are one object."""
+    """Whether two jaxprs have the same equations; without half they are one object."""
     if one is other:
         return True
     names = [[e.primitive.name for e in body.eqns] for body in (one, other)]

@@ -394,7 +394,7 @@ def _adds_up(eqn: Any, sums: dict[Any, list[Any]]) -> Any:
 
 
 def _mixes(eqn: Any) -> bool:
-    """Tells whether another floating-point dtype stands beside float32."""
+    """Whether another floating-point dtype stands beside float32."""
     for atom in (*eqn.invars, *eqn.outvars):
         dtype = getattr(atom.aval, "dtype", FLOAT32)
         if dtype is not FLOAT32 and getattr(dtype, "kind", "b") not in "biu":

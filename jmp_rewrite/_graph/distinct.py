@@ -110,7 +110,7 @@ def folded_index(
 
 
 def updates_are_disjoint(eqn: Any, known: frozenset[int], constant: Any) -> bool:
-    """Tells whether a `scatter-add` adds at most one update to each place.
+    """Whether a `scatter-add` adds at most one update to each place.
 
     Args:
       eqn: the equation.

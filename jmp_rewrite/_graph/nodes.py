@@ -346,7 +346,7 @@ def is_half(aval: Any) -> bool:
 
 
 def is_literal(atom: Any) -> bool:
-    """Tells a number that stands in an equation from a variable."""
+    """Whether an atom is a literal."""
     return hasattr(atom, "val")
 
 
@@ -356,7 +356,7 @@ def is_backward(node: Node) -> bool:
 
 
 def reads_float32(eqn: Any) -> bool:
-    """Tells whether an equation has a float32 operand or result."""
+    """Whether an equation has a float32 operand or result."""
     return any(is_float32(v.aval) for v in [*eqn.invars, *eqn.outvars])
 
 

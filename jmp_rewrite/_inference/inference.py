@@ -11,7 +11,7 @@ import numpy as np
 from jax import tree_util
 from jax.extend import source_info_util
 
-from jmp_rewrite import _compat, _transform
+from jmp_rewrite import _compat, _rewrite, _transform
 from jmp_rewrite._arguments import (
     Hidden,
     changed,
@@ -114,7 +114,7 @@ class _Program(NamedTuple):
       first: the number of the first array among the program's arguments.
     """
 
-    traced: _transform.Traced
+    traced: _rewrite.Traced
     plan: Plan
     stored: Stored
     leaves: list[Leaf]
@@ -295,10 +295,10 @@ class Inference(Generic[P, R]):
             for x in leaves
         ]
         args, kwargs = tree_util.tree_unflatten(tree_util.tree_structure(tree), shown)
-        traced = _transform.trace_for(policy, pure, args, kwargs)
+        traced = _rewrite.trace_for(policy, pure, args, kwargs)
         kept = self._kept(traced, hidden)
         traced = traced._replace(arrays=[x.value for x in leaves])
-        plan = _transform.decide_traced(traced, policy)
+        plan = _rewrite.decide_traced(traced, policy)
         first = len(_compat.constvars(traced.closed))
         wanted = (
             i
@@ -309,10 +309,10 @@ class Inference(Generic[P, R]):
             frozenset(first + i for i in wanted),
             {r: first + i for r, i in kept.items()},
         )
-        result = store(_transform.emitted(plan), plan.half, storage)
+        result = store(_rewrite.emitted(plan), plan.half, storage)
         return _Program(traced, plan, result, leaves, first)
 
-    def _kept(self, traced: _transform.Traced, hidden: int) -> dict[int, int]:
+    def _kept(self, traced: _rewrite.Traced, hidden: int) -> dict[int, int]:
         """Returns for each result that takes a place in the next call the leaf's."""
         args, _ = traced.arguments
         kept = changed(traced.arguments, traced.results)
@@ -346,7 +346,7 @@ class Inference(Generic[P, R]):
 
 def _run(program: _Program) -> list[Any]:
     """Runs a program on its arrays; what is stored comes in half, and so returns."""
-    finished = _transform.finished(program.plan, program.stored.closed)
+    finished = _rewrite.finished(program.plan, program.stored.closed)
     consts = _compat.constants(program.traced.closed)
     arrays = [x.value for x in program.leaves]
     return _compat.evaluate(finished.closed, [*consts, *arrays])

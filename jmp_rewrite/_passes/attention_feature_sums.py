@@ -233,7 +233,7 @@ class _Found:
         return _Terms(factors, number)
 
     def _is_constant(self, factor: _Factor, keys: set[int]) -> bool:
-        """Tells a factor that is the same for all keys."""
+        """Whether a factor is the same for all keys."""
         shape = factor.var.aval.shape
         along = [i for i, name in enumerate(factor.names) if name in keys]
         if all(shape[i] == 1 for i in along):
@@ -247,7 +247,7 @@ class _Found:
         return all(i not in of or operand[of.index(i)] == 1 for i in along)
 
     def _is_sum_of_exponentials(self, var: Any) -> bool:
-        """Tells what a softmax divides by, which is neither zero nor infinite."""
+        """Whether a value is a softmax's divisor, neither zero nor infinite."""
         while var in self._maker:
             eqn = self._eqns[self._maker[var]]
             if eqn.primitive.name == "reduce_sum":
@@ -378,7 +378,7 @@ class _Found:
 
 
 def _multiplies(eqn: Any) -> bool:
-    """Tells a product of elements, or a quotient.
+    """Whether an equation is an elementwise product or quotient.
 
     Hugging Face masks heads by an `einsum`, which contracts nothing.
     """

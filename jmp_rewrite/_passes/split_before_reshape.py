@@ -273,7 +273,7 @@ def _summed(
 
 
 def _is_plain(reshape: Any) -> bool:
-    """Tells a reshape of known sizes that neither transposes nor shards."""
+    """Whether a reshape is of known sizes, without transpose or sharding."""
     (var,), (out,) = reshape.invars, reshape.outvars
     known = all(isinstance(d, int) for d in (*var.aval.shape, *out.aval.shape))
     params = reshape.params

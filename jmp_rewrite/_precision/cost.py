@@ -169,7 +169,7 @@ def _moved(node: int, graph: Graph, pins: Pins) -> int:
 
 
 def moves_exactly(node: Node, pins: Pins) -> bool:
-    """Tells what computes no new numbers: half operands make an exact half result."""
+    """Whether a node computes no new numbers: its half result is exact."""
     is_clear = pins.categories[node.index] is Category.CLEAR
     return is_clear and node.index not in pins.lossy and node.name not in SHARP
 
@@ -203,7 +203,7 @@ def _saving(
 
 
 def reads_half(node: int, pins: Pins) -> bool:
-    """Tells a product of half operands."""
+    """Whether a node is a product of half operands."""
     return pins.categories[node] is Category.ALLOW and pins.full[node] is None
 
 
@@ -233,7 +233,7 @@ def _weighed(graph: Graph, pins: Pins) -> set[int]:
 
 
 def _stored(graph: Graph, pins: Pins) -> list[bool]:
-    """Tells for each node whether its result is written to memory.
+    """Returns for each node whether its result is written to memory.
 
     What a node of a later level reads is needed again, and so is its anchor, from which
     it is computed.

@@ -296,7 +296,7 @@ class _Layer:
         return max(sizes, default=0) <= self._largest
 
     def _is_update(self, node: Node, others: Sequence[Value]) -> bool:
-        """Tells a parameter that is moved along its gradient."""
+        """Whether a parameter is moved along its gradient."""
         if node.place.backward or not node.avals or node.name in PRODUCTS:
             return False
         shape = node.avals[0].shape
@@ -421,7 +421,7 @@ def _is_neutral(value: Value) -> bool:
 
 
 def _looks_up(node: Node) -> bool:
-    """Tells the rows that data has picked from a table; one row may be a layer's."""
+    """Whether data picks rows from a table; one row may be a layer's."""
     if node.name != "gather":
         return False
     indices = node.eqn.invars[1].aval.shape

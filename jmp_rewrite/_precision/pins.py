@@ -76,7 +76,7 @@ class Pins:
         }
 
     def may_round(self, node: int) -> bool:
-        """Tells whether a result may be half."""
+        """Whether a result may be half."""
         return self.full[node] is None or node in self.rounds_after
 
     def is_asked_full(self, node: int) -> bool:

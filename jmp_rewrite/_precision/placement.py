@@ -223,7 +223,7 @@ class _Settling:
         )
 
     def keeps(self, node: int) -> bool:
-        """Tells whether a half node is half to some use."""
+        """Whether a half node is half to some use."""
         if self.graph.categories[node] is Category.ALLOW:
             return True
         if node in self.received:

@@ -9,7 +9,7 @@ from jmp_rewrite._rules import Category
 
 
 def is_whole_step(graph: Graph) -> bool:
-    """Tells a program that nobody differentiates: a whole step, or a gradient.
+    """Whether nobody differentiates a program: it is a whole step, or a gradient.
 
     It holds a backward pass, and returns something that this has made in the shape of
     an argument: gradients, or new parameters. A loss with a gradient inside (a penalty,

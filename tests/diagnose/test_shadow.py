@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import BY_NAME, PROGRAMS, W, mesh, normal
 
-from jmp_rewrite import _compat, _transform, use_passes
+from jmp_rewrite import _compat, _rewrite, use_passes
 from jmp_rewrite._diagnose import shadow as _shadow
 from jmp_rewrite._diagnose.calls import HANDLERS
 from jmp_rewrite._diagnose.evaluate import evaluate
@@ -47,10 +47,10 @@ def rounded_on_cpus():
 
 def shadowed(fun, args, policy="mixed_bfloat16", few=_shadow.FEW):
     """Runs the rewritten program with shadows."""
-    traced = _transform.trace_call(fun, args, {})
-    plan = _transform.decide_traced(traced, Policy(policy))
+    traced = _rewrite.trace_call(fun, args, {})
+    plan = _rewrite.decide_traced(traced, Policy(policy))
     consts = _compat.constants(traced.closed)
-    closed = resolve(_transform.optimized(plan).closed, "", required=False)
+    closed = resolve(_rewrite.optimized(plan).closed, "", required=False)
     pairs, run = _shadow.run(closed, consts, traced.arrays, HANDLERS, few)
     return pairs, run, traced, plan
 
@@ -67,7 +67,7 @@ def both(fun, args, policy="mixed_bfloat16", rounded_less=False, few=_shadow.FEW
 
 def as_written(plan, consts, args, rounded_less):
     """Runs the rewritten program with all of its roundings."""
-    rewritten = functools.partial(_transform.run, plan, consts)
+    rewritten = functools.partial(_rewrite.run, plan, consts)
     if not rounded_less:
         return rewritten(args)
     options = {"xla_allow_excess_precision": False}

@@ -22,7 +22,7 @@ import jmp_rewrite as jmpr
 from jmp_rewrite import Policy, explain, mixed_precision
 from jmp_rewrite._explain.provenance import Emitted
 from jmp_rewrite._explain.walk import walk as walk_both
-from jmp_rewrite._transform import decide_quietly, trace_types
+from jmp_rewrite._rewrite import decide_quietly, trace_types
 
 HALVES = ("bfloat16", "float16")
 

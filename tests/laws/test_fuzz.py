@@ -25,7 +25,7 @@ from jmp_rewrite import (
     mixed_precision,
     mixed_precision_jaxpr,
 )
-from jmp_rewrite._transform import decide
+from jmp_rewrite._rewrite import decide
 
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 MANY = int(os.environ.get("JMP_REWRITE_FUZZ", "0"))

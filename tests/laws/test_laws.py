@@ -24,7 +24,7 @@ from programs import BY_NAME, PROGRAMS
 
 from jmp_rewrite import mixed_precision, mixed_precision_jaxpr
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._transform import decide
+from jmp_rewrite._rewrite import decide
 
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 DIFFERENTIABLE = [p for p in PROGRAMS if p.grad]

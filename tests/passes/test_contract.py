@@ -10,7 +10,7 @@ from helpers import bit_equal, relative_error
 from jax.extend import core as jex
 from programs import normal, weights
 
-from jmp_rewrite import Policy, _compat, _transform, mixed_precision, use_passes
+from jmp_rewrite import Policy, _compat, _rewrite, mixed_precision, use_passes
 from jmp_rewrite._emit import program
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._passes import PASSES, Program
@@ -126,8 +126,8 @@ def explicit(loss):
     """Returns the step of a loss as a program with explicit casts."""
     with jax.numpy_dtype_promotion("standard"):
         closed = jax.make_jaxpr(step_of(loss))(*arguments())
-    plan = _transform.decide(closed, Policy("mixed_bfloat16"))
-    later = Later(_transform.run, lambda fun, args: fun(*args))
+    plan = _rewrite.decide(closed, Policy("mixed_bfloat16"))
+    later = Later(_rewrite.run, lambda fun, args: fun(*args))
     emitted = program.emit(plan, later)
     return Program(emitted, plan.half, plan.pins.whole_step)
 
