@@ -204,6 +204,37 @@ def test_an_offset_is_added_behind_the_rounding(policy):
 
 
 @both
+@pytest.mark.parametrize("shape, rounded", [((W, W), False), ((W,), True)])
+def test_an_exact_array_is_added_behind_the_rounding(shape, rounded, policy):
+    """One of the sum's size, as a network's input; a bias is rounded with the sum."""
+    x, w, v, added = weights((W, W), (W, W), (W, W), shape)
+
+    def loss(w):
+        h = x @ w + added[(None,) * (2 - added.ndim)]
+        return jnp.sum((h * jnp.tanh(h) @ v) ** 2)
+
+    report = explain(jax.grad(loss), policy)(w)
+    why = " ".join(e.reason for e in report.equations if e.primitive == "add")
+    assert ("an exact array is added" in why) is not rounded
+
+
+def test_a_negative_of_a_term_is_a_difference():
+    """In the backward pass of a finite difference; a GELU's adds what is no term."""
+
+    def reasons(fun):
+        w, x = weights((W, W), (4, W))
+        loss = lambda w: jnp.sum(jnp.square(fun(x @ w + x) @ w))  # noqa: E731
+        report = explain(jax.grad(loss), "mixed_bfloat16")(w)
+        return " ".join(e.reason for e in report.equations if "add" in e.primitive)
+
+    w = weights((W, W))[0]
+    step = lambda h: (h + 1e-2 * jnp.tanh(h @ w)) - h  # noqa: E731
+    assert "read unrounded by a difference" in reasons(step)
+    gelu = lambda h: jax.nn.gelu(h, approximate=False)  # noqa: E731
+    assert "read unrounded by a difference" not in reasons(gelu)
+
+
+@both
 def test_cotangents_that_a_returned_gradient_is_a_sum_of(policy):
     """The residual of a fixed point: what its gradient adds up nearly cancels."""
     (w,), x, b = weights((32, 32)), jnp.ones((16, 32)), jnp.zeros((16, 32))
