@@ -9,8 +9,6 @@ is added, or not at all.
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 from jmp_rewrite._graph import Graph, Node, Value
@@ -43,7 +41,7 @@ _TURNS = frozenset({"neg"})
 # A value is the same but for a number behind these, if they read nothing else.
 _SCALES = (MOVES - {"carry_in", "join"}) | {"div", "mul", "neg"}
 # A sum of more values is followed no further back.
-_MOST_TERMS = 256
+_MOST_TERMS = 64
 
 
 def read_sharply(graph: Graph, products: set[int]) -> dict[int, int]:
@@ -216,45 +214,42 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
 
 
 def _is_difference(node: Node, graph: Graph) -> bool:
-    """Whether a node subtracts, or adds the negative of what it is a sum of.
+    """Whether a node subtracts, or adds a value and the negative of it.
 
     A backward pass adds up cotangents, of which that of a subtracted value is negated.
     """
     if len(node.inputs) + len(node.literals) < 2:
         return False
-    if node.name not in ("add", "add_any"):
+    if node.name not in ("add", "add_any") or not is_backward(node):
         return node.name == "sub"
-    for one, other in itertools.permutations(node.inputs, 2):
-        negated = _negated(one, graph)
-        if negated is not None and negated in _terms(other, graph):
-            return True
-    return False
+    if len(node.inputs) < 2:
+        return False
+    first, second = (_terms(v, graph) for v in node.inputs)
+    return any(second.get(n) == -sign for n, sign in first.items())
 
 
-def _negated(value: Value, graph: Graph) -> int | None:
-    """Returns the node of which a value is the negative, moved and scaled."""
-    is_negative = False
-    while value.node >= 0:
-        node = graph.nodes[value.node]
-        if node.name not in _SCALES or len(node.inputs) != 1:
-            break
-        is_negative |= node.name == "neg"
-        (value,) = node.inputs
-    return value.node if is_negative and value.node >= 0 else None
+def _terms(value: Value, graph: Graph) -> dict[int, int]:
+    """Returns the nodes that a value is a sum of, scaled and moved, with their signs.
 
-
-def _terms(value: Value, graph: Graph) -> set[int]:
-    """Returns the nodes that a value is a sum of, scaled and moved; itself is one."""
-    found: set[int] = set()
-    stack = [value.node]
+    Itself is one of them.
+    """
+    found = {value.node: 1}
+    stack = [value.node] if value.node >= 0 else []
     while stack and len(found) < _MOST_TERMS:
         index = stack.pop()
-        if index < 0 or index in found:
+        node, sign = graph.nodes[index], found[index]
+        is_scaled = node.name in _SCALES and len(node.inputs) == 1
+        if not is_scaled and node.name not in _SUMS:
             continue
-        found.add(index)
-        node = graph.nodes[index]
-        if node.name in _SUMS or (node.name in _SCALES and len(node.inputs) == 1):
-            stack += [v.node for v in node.inputs]
+        is_factor = is_scaled and any(np.any(x < 0) for x in node.literals.values())
+        if node.name == "neg" or is_factor:
+            sign = -sign
+        for position, read in enumerate(node.inputs):
+            if read.node >= 0 and read.node not in found:
+                is_taken = node.name == "sub" and (position or 0 in node.literals)
+                found[read.node] = -sign if is_taken else sign
+                stack.append(read.node)
+    found.pop(-1, None)
     return found
 
 

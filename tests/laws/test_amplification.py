@@ -133,6 +133,19 @@ FOUND = {
         ("v1",),
         "gradient",
     ),
+    "cotangents_in_any_order": Program(
+        (
+            Statement("v1", "runge_kutta", ("w2", "w2")),
+            Statement(
+                "v3",
+                "scan_change",
+                ("v1", "x"),
+                (Statement("v2", "attention", ("a",)),),
+            ),
+        ),
+        ("v1", "v3"),
+        "gradient",
+    ),
     # Exact arrays were rounded with what they were added to.
     "input": Program((Statement("v0", "fixed_point", ("x", "w1")),), ("v0",)),
     # A product was rounded that float32 code alone reads.
