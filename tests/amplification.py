@@ -204,7 +204,8 @@ def judge(program: Program, careful: bool = True) -> Judge | None:
     fun, args = function(program), arguments(0)
     shapes = {"forward": fun, "step": _step(fun)}
     closed = trace(shapes.get(program.form, _gradient(fun)), args)
-    found = Judge(closed, lambda seed: list(arguments(seed)), careful)
+    outside = program.form == "outside" and not careful
+    found = Judge(closed, lambda seed: list(arguments(seed)), careful, outside)
     return found if _is_reasonable(found, "reference") else None
 
 

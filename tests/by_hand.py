@@ -28,7 +28,7 @@ def reference(closed: Any) -> Run:
     return lambda args: _Reference()(closed, args)
 
 
-def by_hand(closed: Any, half: Any, careful: bool = True) -> Run:
+def by_hand(closed: Any, half: Any, careful: bool = True, outside: bool = False) -> Run:
     """Runs a closed float32 jaxpr as an expert's half precision would.
 
     Matrix multiplications and convolutions run on half operands, add up in float32 and
@@ -61,9 +61,9 @@ def by_hand(closed: Any, half: Any, careful: bool = True) -> Run:
 
     def run(args: Sequence[Any]) -> list[np.ndarray]:
         if not seen:
-            _ByHand(half, read, seen, frozenset(), careful)(closed, args)
+            _ByHand(half, read, seen, frozenset(), careful, outside)(closed, args)
         full = frozenset(seen - read)
-        return _ByHand(half, set(), set(), full, careful)(closed, args)
+        return _ByHand(half, set(), set(), full, careful, outside)(closed, args)
 
     return run
 
@@ -201,6 +201,10 @@ def _is_exact(params: Any) -> bool:
     return any(p not in (None, lax.Precision.DEFAULT) for p in kinds)
 
 
+def _is_backward(eqn: Any) -> bool:
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 class _ByHand(Evaluator):
     """Runs a program by JAX's promotion.
 
@@ -210,14 +214,22 @@ class _ByHand(Evaluator):
       seen: products that ran are added to it.
       full: products with a float32 result.
       careful: as for `by_hand`.
+      outside: as for `by_hand`.
     """
 
     def __init__(
-        self, half: Any, read: set[Any], seen: set[Any], full: Any, careful: bool
+        self,
+        half: Any,
+        read: set[Any],
+        seen: set[Any],
+        full: Any,
+        careful: bool,
+        outside: bool,
     ) -> None:
         self.half, self.read, self.seen, self.full = half, read, seen, full
-        self.careful = careful
+        self.careful, self.outside = careful, outside
         self.path: tuple[int, ...] = ()
+        self.in_backward = False
 
     def hold(self, x: Any) -> _Value:
         return _Value(x)
@@ -243,9 +255,11 @@ class _ByHand(Evaluator):
         return _Value(stacked, False, frozenset().union(*(x.made for x in xs)))
 
     def call(self, eqn: Any, values: list[Any]) -> list[Any]:
-        before, self.path = self.path, (*self.path, id(eqn))
+        before = self.path, self.in_backward
+        self.path = (*self.path, id(eqn))
+        self.in_backward |= _is_backward(eqn)
         outs = super().call(eqn, values)
-        self.path = before
+        self.path, self.in_backward = before
         return outs
 
     def compute(self, eqn: Any, values: list[_Value]) -> list[_Value]:
@@ -277,7 +291,8 @@ class _ByHand(Evaluator):
 
     def _product(self, eqn: Any, values: list[_Value]) -> _Value:
         key = (*self.path, id(eqn))
-        self.seen.add(key)
+        if not (self.outside and (self.in_backward or _is_backward(eqn))):
+            self.seen.add(key)
         for x in values:
             self.read |= x.made
         arrays = [self._rounded(x.array) for x in values]

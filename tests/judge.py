@@ -65,12 +65,18 @@ class Judge:
       closed: the program, in float32.
       draw: returns its flat arguments for a seed.
       careful: how careful the expert is by whose hand it was written; see `by_hand`.
+      outside: whether the expert's loss was differentiated by JAX; see there, too.
     """
 
     def __init__(
-        self, closed: Any, draw: Callable[[int], Sequence[Any]], careful: bool = True
+        self,
+        closed: Any,
+        draw: Callable[[int], Sequence[Any]],
+        careful: bool = True,
+        outside: bool = False,
     ) -> None:
-        self.closed, self.draw, self.careful = closed, draw, careful
+        self.closed, self.draw = closed, draw
+        self.careful, self.outside = careful, outside
         self._runs: dict[Any, Any] = {
             "reference": reference(closed),
             "float32": as_device(closed, "cpu"),
@@ -86,7 +92,7 @@ class Judge:
     def results(self, kind: Any, seed: int) -> list[Any]:
         """Returns the results of "reference", "float32" or a half dtype, as float64."""
         if kind not in self._runs:
-            self._runs[kind] = by_hand(self.closed, kind, self.careful)
+            self._runs[kind] = by_hand(self.closed, kind, self.careful, self.outside)
         if (kind, seed) not in self._results:
             outs = self._runs[kind](self.args(seed))
             self._results[kind, seed] = [_numbers(x) for x in outs]

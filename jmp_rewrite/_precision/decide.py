@@ -156,6 +156,8 @@ def make_plan(
     if pins.whole_step and placement is not propagation:
         _follow_exactly(graph, pins, labels)
         _move_operands(graph, pins, labels)
+    if not pins.whole_step:
+        _round_each_use(graph, pins, labels)
     _stack_alike(graph, pins, labels)
     _compare_alike(graph, labels)
     for node in pins.reduced:
@@ -203,6 +205,23 @@ def _move_operands(graph: Graph, pins: Pins, labels: list[bool]) -> None:
             continue
         if moves_exactly(node, pins) and node.name in MOVES:
             labels[index] = True
+
+
+def _round_each_use(graph: Graph, pins: Pins, labels: list[bool]) -> None:
+    """Moves an exact value in float32 where several readers would share a rounded copy.
+
+    Whoever differentiates the program adds up their cotangents: behind the copy in
+    half, before it in float32.
+    """
+    consumers = graph.consumers()
+    shared: set[int] = set()
+    for node in reversed(graph.nodes):
+        index = node.index
+        if labels[index] and index in pins.exact and index not in pins.forced:
+            readers = consumers[index]
+            if len(readers) > 1 or not shared.isdisjoint(readers):
+                shared.add(index)
+                labels[index] = False
 
 
 def _stack_alike(graph: Graph, pins: Pins, labels: list[bool]) -> None:

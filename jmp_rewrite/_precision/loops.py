@@ -61,14 +61,18 @@ def recurrent_activations(
 
 
 def cotangents_into_loops(
-    graph: Graph, predecessors: Sequence[Sequence[int]], state: set[int]
+    graph: Graph, products: set[int], state: set[int]
 ) -> set[int]:
     """Returns the cotangents that one layer's backward pass hands to a loop of another.
 
-    They lead to products through the loop's carries alone, a cell's cotangent; but
-    they are between two layers, as any others, and not carried themselves.
+    They lead to the loop's matrix multiplications through its carries alone, a cell's
+    cotangent; but they are between two layers, as any others, and not carried
+    themselves.
     """
-    backward = [x for x in graph.loops if x.place.backward]
+    predecessors = graph.predecessors()
+    backward = [
+        x for x in graph.loops if x.place.backward and not products.isdisjoint(x.nodes)
+    ]
     inner = {n for x in backward for y in _inside(x, backward) for n in y.nodes}
     found: set[int] = set()
     for loop in backward:

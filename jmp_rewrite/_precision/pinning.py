@@ -113,7 +113,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     _pin_read_unrounded(graph, pins, products, made, small)
     ends = state | {n.index for n in graph.nodes if _is_number(n)}
     useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
-    useful |= loops.cotangents_into_loops(graph, graph.predecessors(), state)
+    useful |= loops.cotangents_into_loops(graph, products, state)
     sums = summed_gradients(graph, made, useful)
     cotangents = {n: sums[n] for n in sums.keys() - products}
     _pin_all(pins, dict.fromkeys(cotangents, SUMMED), cotangents)
@@ -152,7 +152,7 @@ def _pin_read_unrounded(
     graph: Graph, pins: Pins, products: set[int], made: set[int], small: set[int]
 ) -> None:
     """Pins what is read by code that multiplies an error."""
-    sharp = read_sharply(graph, products)
+    sharp = read_sharply(graph, products, pins.out_of_range)
     held = {n: r for n, r in differences(graph, made, small).items() if n not in sharp}
     reasons = {
         n: f"full: read unrounded by {graph.nodes[reader].name}"
@@ -163,7 +163,7 @@ def _pin_read_unrounded(
     _pin_all(pins, {n: r for n, r in reasons.items() if n not in products}, blame)
     pins.read_by = {n: r for n, r in reasons.items() if n in products}
     pins.blame |= {n: blame[n] for n in pins.read_by if pins.full[n] is None}
-    _pin_all(pins, dict.fromkeys(sums_with_exact(graph, made), ADDED))
+    _pin_all(pins, dict.fromkeys(sums_with_exact(graph, products, made), ADDED))
 
 
 def _pin_the_rest(

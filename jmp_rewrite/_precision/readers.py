@@ -9,11 +9,15 @@ is added, or not at all.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from collections.abc import Set as AbstractSet
+
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value
+from jmp_rewrite._graph import Graph, Node, Value, reached
 from jmp_rewrite._precision.origins import (
     MOVES,
+    SMALL,
     is_backward,
     is_zero,
     leads_to_product,
@@ -38,22 +42,30 @@ _KEEPS_OFFSET = MOVES | {
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _TURNS = frozenset({"neg"})
+# What a loop hands on, to its next iteration or behind it, is one of these.
+_CARRIES = frozenset({"carry_in", "join"})
 # A value is the same but for a number behind these, if they read nothing else.
-_SCALES = (MOVES - {"carry_in", "join"}) | {"div", "mul", "neg"}
+_SCALES = (MOVES - _CARRIES) | {"div", "mul", "neg"}
 # A sum of more values is followed no further back.
 _MOST_TERMS = 64
 
 
-def read_sharply(graph: Graph, products: set[int]) -> dict[int, int]:
+def read_sharply(
+    graph: Graph, products: set[int], out_of_range: frozenset[int]
+) -> dict[int, int]:
     """Returns the nodes that a sharp primitive reads, and which one.
 
     Args:
       graph: the program.
       products: the matrix multiplications of half operands, which end what is read.
+      out_of_range: nodes with a number that the compute dtype cannot hold. What is
+        multiplied by such a number may be out of its range, too.
     """
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if _is_sharp(node):
+        if _is_sharp(node) or (
+            node.index in out_of_range and node.name in ("div", "mul")
+        ):
             read = leads_to_product(
                 [node.index],
                 graph.predecessors(),
@@ -81,9 +93,10 @@ def _is_sharp(node: Node) -> bool:
 def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
     """Returns the nodes that a difference reads unrounded, and that difference.
 
-    Both operands are float32 by JAX's promotion, or one still holds the exact value
-    that was added to it, and the other is exact. So is what they are made of, back to
-    the matrix multiplications.
+    Both operands are float32 by JAX's promotion, one of them perhaps exact; or one
+    still holds the exact value that was added to it, and an exact value or a number is
+    taken off. A logarithm is a difference as well, of exponents. So is what they are
+    made of, back to the matrix multiplications; beside an exact value, elementwise.
 
     Args:
       graph: the program.
@@ -93,40 +106,82 @@ def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if not _is_difference(node, graph):
-            continue
         if any(_spreads(v, graph, small) for v in node.inputs):
             continue
-        for held in (promoted, offset):
-            if _cancels(node, held, made, alone=held is offset):
-                _follow_back(node, held, graph, found)
+        if node.name == "log":
+            _follow_back(node, promoted, graph, found, near=True)
+        elif _is_difference(node, graph):
+            exact = [v for v in node.inputs if _is_exact(v, graph, made)]
+            known = bool(exact) or any(node.literals.values())
+            if _cancels(node, promoted, any(v.made_of_data for v in exact)):
+                _follow_back(node, promoted, graph, found, near=bool(exact))
+            if _cancels(node, offset, known):
+                _follow_back(node, offset, graph, found)
     return found
 
 
-def sums_with_exact(graph: Graph, made: set[int]) -> set[int]:
+def _cancels(node: Node, held: set[int], known: bool) -> bool:
+    """Whether a difference is of two of these values, or of one and a known one."""
+    count = sum(v.node in held for v in node.inputs)
+    return count == 2 or (known and count == 1)
+
+
+def _is_exact(value: Value, graph: Graph, made: set[int]) -> bool:
+    """Whether a value is exact, and none that is made of the bits of another one."""
+    if value.node in made or is_zero(value):
+        return False
+    return value.node < 0 or graph.nodes[value.node].of_bits is None
+
+
+def sums_with_exact(graph: Graph, products: set[int], made: set[int]) -> set[int]:
     """Returns the made nodes that an exact array of their size is added to.
 
-    A rounding would be one of that array as well: it comes before the sum.
+    A rounding would be one of that array as well: it comes before the sum. So it does
+    before a running sum, which goes on adding what no matrix multiplication has made of
+    that array. What one has made of it is a layer's, and the sum the stream between
+    layers.
     """
+    found: dict[int, Value] = {}
+    after: dict[Hashable, set[int]] = {}
 
-    def is_exact(value: Value, size: int) -> bool:
-        own = value.node not in made and value.made_of_data and not is_zero(value)
-        return own and value.size == size
+    def is_layer(node: int, exact: Value) -> bool:
+        key = (exact.node, exact.argument)
+        if key not in after:
+            consumers = graph.consumers()
+            readers = [n.index for n in graph.nodes if _reads(n, exact)]
+            after[key] = reached(reached(readers, consumers) & products, consumers)
+        return node in after[key]
 
-    return {
-        n.index
-        for n in graph.nodes
-        if n.name in ("add", "sub") and n.index in made and not is_backward(n)
-        if any(is_exact(v, n.size) for v in n.inputs)
-    }
+    for node in graph.nodes:
+        if node.name not in ("add", "sub") or node.index not in made:
+            continue
+        if is_backward(node):
+            continue
+        for value, other in zip(node.inputs, node.inputs[::-1], strict=True):
+            is_own = value.made_of_data and value.size == node.size
+            if is_own and _is_exact(value, graph, made):
+                found[node.index] = value
+            elif value.node in found and other.size == node.size:
+                exact = found[value.node]
+                if not is_layer(other.node, exact):
+                    found.setdefault(node.index, exact)
+    return set(found)
+
+
+def _reads(node: Node, value: Value) -> bool:
+    if value.node >= 0:
+        return any(v.node == value.node for v in node.inputs)
+    return any(v.node < 0 and v.argument == value.argument for v in node.inputs)
 
 
 def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int, int]:
-    """Returns the cotangents that a returned gradient is a sum of, and that sum.
+    """Returns the cotangents that a gradient is a sum of, and that sum.
 
-    They may cancel, as those of a difference of near values do, and the sum is stored
-    in float32 anyway. A gradient that is summed over a batch is none of these: there
-    the roundings average out.
+    A gradient is what the backward pass returns, or hands on to an optimizer. Its terms
+    may cancel, as those of a difference of near values do, and the sum is stored in
+    float32 anyway. So is what these are made of, in their size, back to the matrix
+    multiplications and to the sums that are cotangents themselves. A gradient that is
+    summed over a batch is none of these: there the roundings average out.
 
     Args:
       graph: the program.
@@ -134,43 +189,71 @@ def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int
       useful: the nodes that lead to a matrix multiplication.
     """
     found: dict[int, int] = {}
-    returned = {v.node for v in graph.results}
+    ends = {n.index for n in graph.nodes if n.name in _SUMS} & useful
+    promoted = _promoted(graph, made)
+    gradients = {v.node for v in graph.results}
     for node in reversed(graph.nodes):
-        if node.index not in returned or node.index in useful:
-            continue
-        if not is_backward(node) or node.name not in _SUMS | _TURNS | MOVES:
-            continue
-        size = node.size
-        read = [v.node for v in node.inputs if v.size == size]
-        returned.update(n for n in read if n >= 0)
-        if node.name in _SUMS and all(n in made for n in read) and len(read) > 1:
-            _follow_back(node, made & _backward_sums(graph, read), graph, found)
+        if not is_backward(node):
+            gradients.update(v.node for v in node.inputs)
+        elif node.index in gradients and node.index not in useful:
+            gradients.update(_elementwise(node))
+            terms = _summed(node)
+            if node.name in _SUMS and len(terms) > 1 and made.issuperset(terms):
+                _follow_back(node, set(terms) | promoted, graph, found, ends, near=True)
+                found.update({n: node.index for n in terms if n not in found})
     return found
 
 
-def _backward_sums(graph: Graph, starts: list[int]) -> set[int]:
-    """Returns these nodes, and what they are sums of, moved and turned."""
-    found = set(starts)
-    stack = list(found)
-    while stack:
-        node = graph.nodes[stack.pop()]
-        if node.name in _SUMS | _TURNS | MOVES:
-            new = {v.node for v in node.inputs if v.node >= 0} - found
-            found |= new
-            stack += new
-    return {n for n in found if is_backward(graph.nodes[n])}
+def _summed(node: Node) -> list[int]:
+    """Returns what a node adds up elementwise, or over a few terms, moves or turns."""
+    if node.name not in _SUMS | _TURNS | MOVES | {"reduce_sum"}:
+        return []
+    return [v.node for v in node.inputs if _is_near(v, node)]
+
+
+def _elementwise(node: Node) -> list[int]:
+    """Returns what a node reads, but for what it adds up many terms of."""
+    adds_up = node.name == "scatter-add" and not node.disjoint
+    if adds_up or node.name in PRODUCTS:
+        return []
+    return [v.node for v in node.inputs if v.size < SMALL * node.size]
+
+
+def _is_near(value: Value, node: Node) -> bool:
+    """Whether a value has the size of a node's result, or a few times that."""
+    return node.size <= value.size < SMALL * node.size
 
 
 def _follow_back(
-    node: Node, among: set[int], graph: Graph, found: dict[int, int]
+    node: Node,
+    among: set[int],
+    graph: Graph,
+    found: dict[int, int],
+    ends: AbstractSet[int] = frozenset(),
+    near: bool = False,
 ) -> None:
-    """Adds the nodes among these that lead to a difference."""
-    stack = [v.node for v in node.inputs if v.node in among]
+    """Adds the nodes among these that lead to a difference without a product between.
+
+    Args:
+      node: the difference.
+      among: the nodes.
+      graph: the program.
+      found: is added to.
+      ends: nodes that nothing is followed through, as are products.
+      near: whether nothing is followed through a reduction: over the many terms of one
+        roundings average out.
+    """
+    stack = [node]
     while stack:
-        source = stack.pop()
-        if source not in found:
-            found[source] = node.index
-            stack += [v.node for v in graph.nodes[source].inputs if v.node in among]
+        for value in stack.pop().inputs:
+            source = value.node
+            if source not in among or source in found:
+                continue
+            if not near or _is_near(value, node):
+                found[source] = node.index
+                before = graph.nodes[source]
+                if source not in ends and before.name not in PRODUCTS:
+                    stack.append(before)
 
 
 def _promoted(graph: Graph, made: set[int]) -> set[int]:
@@ -191,21 +274,20 @@ def _promoted(graph: Graph, made: set[int]) -> set[int]:
 
 def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
     """Returns the made nodes that an exact value was added to, with no end between."""
-
-    def is_exact(value: Value) -> bool:
-        return value.node not in made and not is_zero(value)
-
     holds: set[int] = set()
     for node in graph.nodes:
         if node.index not in made or not node.avals:
             continue
-        exact = any(map(is_exact, node.inputs)) or any(node.literals.values())
+        exact = [v for v in node.inputs if _is_exact(v, graph, made)]
+        known = bool(exact) or any(node.literals.values())
         held = any(v.node in holds for v in node.inputs)
         if node.name in ("add", "sub"):
-            on = exact or held
+            on = known or held
+        elif node.name in _CARRIES:
+            on = bool(exact) or held
         elif node.name in ("mul", "div"):
             others = [v for v in node.inputs if v.node not in holds]
-            on = held and all(map(is_exact, others))
+            on = held and all(_is_exact(v, graph, made) for v in others)
         else:
             on = held and node.name in _KEEPS_OFFSET
         if on:
@@ -239,7 +321,7 @@ def _terms(value: Value, graph: Graph) -> dict[int, int]:
         index = stack.pop()
         node, sign = graph.nodes[index], found[index]
         is_scaled = node.name in _SCALES and len(node.inputs) == 1
-        if not is_scaled and node.name not in _SUMS:
+        if not is_scaled and node.name not in _SUMS | _CARRIES | {"reduce_sum"}:
             continue
         is_factor = is_scaled and any(np.any(x < 0) for x in node.literals.values())
         if node.name == "neg" or is_factor:
@@ -251,21 +333,6 @@ def _terms(value: Value, graph: Graph) -> dict[int, int]:
                 stack.append(read.node)
     found.pop(-1, None)
     return found
-
-
-def _cancels(node: Node, held: set[int], made: set[int], alone: bool) -> bool:
-    """Whether a difference is of two of these values.
-
-    Args:
-      node: the difference.
-      held: the values.
-      made: the nodes that have a matrix multiplication upstream.
-      alone: whether an exact value, or a number, will do for one of them.
-    """
-    count = sum(v.node in held for v in node.inputs)
-    exact = any(v.node not in made and not is_zero(v) for v in node.inputs)
-    exact |= any(node.literals.values())
-    return count == 2 or (alone and count == 1 and exact)
 
 
 def _spreads(value: Value, graph: Graph, small: set[int]) -> bool:
