@@ -158,7 +158,7 @@ def sums_with_exact(graph: Graph, products: set[int], made: set[int]) -> set[int
         if is_backward(node):
             continue
         for value, other in zip(node.inputs, node.inputs[::-1], strict=True):
-            is_own = value.made_of_data and value.size == node.size
+            is_own = value.made_of_data and _own_size(value, graph) == node.size
             if is_own and _is_exact(value, graph, made):
                 found[node.index] = value
             elif value.node in found and other.size == node.size:
@@ -166,6 +166,17 @@ def sums_with_exact(graph: Graph, products: set[int], made: set[int]) -> set[int
                 if not is_layer(other.node, exact):
                     found.setdefault(node.index, exact)
     return set(found)
+
+
+def _own_size(value: Value, graph: Graph) -> int:
+    """Returns the size of what a value is spread from, as a bias is over a batch."""
+    while value.node >= 0:
+        node = graph.nodes[value.node]
+        is_view = node.name in MOVES or node.name == "broadcast_in_dim"
+        if not is_view or len(node.inputs) != 1:
+            break
+        (value,) = node.inputs
+    return value.size
 
 
 def _reads(node: Node, value: Value) -> bool:
@@ -239,7 +250,8 @@ def _follow_back(
       among: the nodes.
       graph: the program.
       found: is added to.
-      ends: nodes that nothing is followed through, as are products.
+      ends: nodes that nothing is followed through, as are products and what an
+        iteration receives: parameters are carried through loops as well.
       near: whether nothing is followed through a reduction: over the many terms of one
         roundings average out.
     """
@@ -252,7 +264,7 @@ def _follow_back(
             if not near or _is_near(value, node):
                 found[source] = node.index
                 before = graph.nodes[source]
-                if source not in ends and before.name not in PRODUCTS:
+                if source not in ends and before.name not in PRODUCTS | {"carry_in"}:
                     stack.append(before)
 
 
