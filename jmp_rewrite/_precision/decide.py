@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
@@ -213,13 +214,13 @@ def _round_each_use(graph: Graph, pins: Pins, labels: list[bool]) -> None:
     Whoever differentiates the program adds up their cotangents: behind the copy in
     half, before it in float32.
     """
+    uses = collections.Counter(v.node for n in graph.nodes for v in n.inputs)
     consumers = graph.consumers()
     shared: set[int] = set()
     for node in reversed(graph.nodes):
         index = node.index
         if labels[index] and index in pins.exact and index not in pins.forced:
-            readers = consumers[index]
-            if len(readers) > 1 or not shared.isdisjoint(readers):
+            if uses[index] > 1 or not shared.isdisjoint(consumers[index]):
                 shared.add(index)
                 labels[index] = False
 

@@ -148,6 +148,137 @@ FOUND = {
     ),
     # Exact arrays were rounded with what they were added to.
     "input": Program((Statement("v0", "fixed_point", ("x", "w1")),), ("v0",)),
+    # A sum went on adding to what an exact array was added to, without weights.
+    "running_sum": Program(
+        (
+            Statement(
+                "v1", "rollout", ("level", "w2"), (Statement("v0", "linear_2", ("x",)),)
+            ),
+            Statement("v2", "anomaly", ("v1",)),
+        ),
+        ("v2",),
+        "gradient",
+    ),
+    "sum_without_weights": Program(
+        (
+            Statement("v0", "correlated", ("x",)),
+            Statement(
+                "v2",
+                "rollout",
+                ("level", "v0"),
+                (Statement("v1", "divergence", ("b", "a")),),
+            ),
+            Statement("v3", "anomaly", ("v2",)),
+            Statement("v4", "identity", ("v3",)),
+        ),
+        ("v3",),
+    ),
+    # The offset was what a loop began with.
+    "carried_level": Program(
+        (
+            Statement(
+                "v1",
+                "rollout_scan",
+                ("level", "w2"),
+                (Statement("v0", "squared_distance", ("a", "x")),),
+            ),
+            Statement("v2", "level_return", ("level", "v1")),
+            Statement("v3", "copied", ("v2",)),
+        ),
+        ("v2",),
+    ),
+    # One operand of a difference was exact; a logarithm read a quotient.
+    "from_exact": Program(
+        (
+            Statement("v0", "kernel", ("w1", "w1")),
+            Statement("v1", "runge_kutta", ("w1", "x")),
+            Statement("v2", "log_of_difference", ("v1", "v0")),
+        ),
+        ("v2",),
+        "gradient",
+    ),
+    "logarithm": Program(
+        (
+            Statement("v0", "contrastive", ("x", "x")),
+            Statement("v1", "odds", ("w2", "v0")),
+            Statement("v2", "identity", ("v1",)),
+        ),
+        ("v2",),
+    ),
+    # A gradient added up rounded cotangents: in a step, behind moves, over a few terms.
+    "step": Program((Statement("v0", "fixed_point", ("x", "x")),), ("v0",), "step"),
+    "sorted": Program(
+        (
+            Statement("v0", "sort", ("w2",)),
+            Statement("v1", "fixed_point", ("v0", "x")),
+        ),
+        ("v1",),
+        "gradient",
+    ),
+    "vmapped": Program(
+        (
+            Statement(
+                "v1", "vmap", ("x", "x"), (Statement("v0", "runge_kutta", ("x", "a")),)
+            ),
+        ),
+        ("v1",),
+        "gradient",
+    ),
+    # Cotangents cancelled that went into a loop, and one was rounded without a product.
+    "into_a_loop": Program(
+        (
+            Statement("v0", "correlated", ("w2",)),
+            Statement(
+                "v2", "fori_change", ("v0", "x"), (Statement("v1", "roll", ("a",)),)
+            ),
+            Statement("v3", "units", ("v2",)),
+        ),
+        ("v3",),
+        "gradient",
+    ),
+    "without_a_product": Program(
+        (
+            Statement("v0", "level_log", ("level", "level")),
+            Statement("v1", "cumulative_product", ("x",)),
+            Statement(
+                "v3",
+                "descent_scan_state",
+                ("v0", "v1"),
+                (Statement("v2", "counts", ("a",)),),
+            ),
+        ),
+        ("v3",),
+        "gradient",
+    ),
+    # Both operands of a product were one rounded copy; cotangents added up in half.
+    "twice": Program(
+        (
+            Statement(
+                "v2",
+                "map",
+                ("w1", "x"),
+                (
+                    Statement("v0", "take", ("x",)),
+                    Statement("v1", "linear", ("v0", "v0")),
+                ),
+            ),
+        ),
+        ("v2",),
+        "outside",
+    ),
+    # What a number scales that float16 cannot hold was out of its range.
+    "scaled": Program(
+        (
+            Statement("v0", "phases", ("w1",)),
+            Statement(
+                "v2",
+                "layers",
+                ("v0", "x"),
+                (Statement("v1", "small_product", ("a", "x")),),
+            ),
+        ),
+        ("v2",),
+    ),
     # A product was rounded that float32 code alone reads.
     "small": chain("small_product"),
     "decomposed": chain("sandwich", "determinant"),
@@ -158,7 +289,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found(name):
+def test_what_broke_the_law_keeps_it(name):
     """Under both policies, on all devices."""
     assert not [str(found) for found in failures(FOUND[name]) if found is not None]
 

@@ -218,6 +218,54 @@ def test_an_exact_array_is_added_behind_the_rounding(shape, rounded, policy):
     assert ("an exact array is added" in why) is not rounded
 
 
+@pytest.mark.parametrize("update, is_kept", [("running", True), ("layer", False)])
+def test_a_running_sum_of_an_exact_array_is_not_rounded(update, is_kept):
+    """What has weights between it and the array is a layer, and its sum a stream."""
+    x, y, u, v, w = weights((W, W), (W, W), (W, W), (W, W), (W, W))
+
+    def fun(x):
+        h = x + jnp.tanh(y @ u)
+        h = h + jnp.tanh((y if update == "running" else h) @ v)
+        return (h - h.mean(1, keepdims=True)) @ w
+
+    report = explain(fun, "mixed_bfloat16")(x)
+    (_, last) = [e.reason for e in report.equations if e.primitive == "add"]
+    assert ("an exact array is added" in last) is is_kept
+
+
+def test_a_bias_that_is_spread_is_no_exact_array_of_its_sum():
+    x, w, v, bias = weights((W, W), (W, W), (W, W), (W,))
+
+    def loss(w):
+        h = x @ w + jnp.broadcast_to(bias, (W, W))
+        return jnp.sum((h * jnp.tanh(h) @ v) ** 2)
+
+    report = explain(jax.grad(loss), "mixed_bfloat16")(w)
+    why = " ".join(e.reason for e in report.equations if e.primitive == "add")
+    assert "an exact array is added" not in why
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_difference_from_an_exact_array_reads_unrounded_values(bias):
+    """Only if the other operand is float32 by promotion as well."""
+    x, y, w, v, b = weights((W, W), (W, W), (W, W), (W, W), (W, W))
+    h = lambda x: jnp.tanh(x @ w + b if bias else x @ w)  # noqa: E731
+    fun = lambda x: (h(x) - y) @ v  # noqa: E731
+    report = explain(fun, "mixed_bfloat16")(x)
+    (why,) = [e.reason for e in report.equations if e.primitive == "tanh"]
+    assert ("read unrounded by a difference" in why) is bias
+
+
+@both
+@pytest.mark.parametrize("scale", [1e6, 2.0])
+def test_what_a_number_out_of_range_scales_is_not_rounded(scale, policy):
+    x, w, v = weights((W, W), (W, W), (W, W))
+    jaxpr = rewritten(lambda x: (x @ w) * scale @ v, x, policy=policy)
+    first = dtypes_out(products(jaxpr)[0])
+    fits = scale < 65504 or policy == "mixed_bfloat16"
+    assert (first == ["float32"]) is not fits
+
+
 def test_a_negative_of_a_term_is_a_difference():
     """In the backward pass of a finite difference; a GELU's adds what is no term."""
 
