@@ -205,6 +205,22 @@ FOUND = {
         ),
         ("v2",),
     ),
+    # A matrix multiplication's result was updated, and subtracted again.
+    "subtracted_again": Program(
+        (
+            Statement("v0", "messages", ("w2",)),
+            Statement(
+                "v3",
+                "unrolled_change",
+                ("v0", "x"),
+                (
+                    Statement("v1", "inner", ("a", "x")),
+                    Statement("v2", "compare", ("w2",)),
+                ),
+            ),
+        ),
+        ("v3",),
+    ),
     # A gradient added up rounded cotangents: in a step, behind moves, over a few terms.
     "step": Program((Statement("v0", "fixed_point", ("x", "x")),), ("v0",), "step"),
     "sorted": Program(
