@@ -12,7 +12,7 @@ from jax import lax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import elements
-from jmp_rewrite._passes.by_device import TPU, Where
+from jmp_rewrite._passes.by_device import LANES, TPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, is_float32, is_half_product
 from jmp_rewrite._passes.program import CASTS, ROUNDING
@@ -269,6 +269,8 @@ class _Found:
         (operand,) = eqn.invars
         keys = set(eqn.params["axes"])
         if _compat.lays_out(eqn.params["out_sharding"]):
+            return None
+        if math.prod(operand.aval.shape[k] for k in keys) < LANES:
             return None
         terms = self._terms(operand, _in_order(operand))
         for factor in terms.factors:

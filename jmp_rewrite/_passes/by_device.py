@@ -22,6 +22,8 @@ from jmp_rewrite._rules import held_parameters
 # As `_compat.is_for` tells devices: platforms, and generations of TPUs.
 CPU, GPU, TPU = "cpu", "cuda", "tpu"
 TPU_V5E, TPU_V6E = "TPU v5 lite", "TPU v6 lite"
+# Of a TPU's registers: the last dimension of an array in memory is a multiple.
+LANES = 128
 
 # The devices for which a program can be made elsewhere, and what each is.
 DEVICES: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -15,8 +15,10 @@ from jmp_rewrite._passes.cpu_shield import cpu_shield
 from jmp_rewrite._passes.cudnn_convolutions import cudnn_convolutions
 from jmp_rewrite._passes.edit import Editor
 from jmp_rewrite._passes.epilogue_in_product import epilogue_in_product
+from jmp_rewrite._passes.gather_first import gather_first
 from jmp_rewrite._passes.keep_rounding import keep_rounding
 from jmp_rewrite._passes.live_ranges import live_ranges
+from jmp_rewrite._passes.narrow_products import narrow_products
 from jmp_rewrite._passes.program import ROUNDING, Pass, Program
 from jmp_rewrite._passes.read_before_rounding import read_before_rounding
 from jmp_rewrite._passes.recompute_activations import recompute_activations
@@ -30,6 +32,7 @@ from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
 from jmp_rewrite._passes.softmax_rounded import softmax_rounded
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
+from jmp_rewrite._passes.sum_of_scattered import sum_of_scattered
 from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
 
 PASSES: tuple[Pass, ...] = (
@@ -61,6 +64,20 @@ PASSES: tuple[Pass, ...] = (
         "nothing",
         frozenset({"sharding_constraint"}),
         whole_steps_only=False,
+    ),
+    Pass(
+        "sum_of_scattered",
+        sum_of_scattered,
+        ("all",),
+        "order of sums",
+        frozenset({"scatter", "scatter-add"}),
+    ),
+    Pass(
+        "gather_first",
+        gather_first,
+        ("TPU",),
+        "order of sums",
+        frozenset({"gather"}),
     ),
     Pass(
         "scatter_as_select",
@@ -127,6 +144,13 @@ PASSES: tuple[Pass, ...] = (
         ("NVIDIA", "TPU v5e"),
         "rounding",
         frozenset({"erf", "erfc", "tanh"}),
+    ),
+    Pass(
+        "narrow_products",
+        narrow_products,
+        ("TPU",),
+        "rounding",
+        frozenset({"dot_general"}),
     ),
     Pass(
         "live_ranges",

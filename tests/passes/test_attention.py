@@ -20,7 +20,7 @@ from jmp_rewrite import (
 )
 
 POLICIES = sorted(HALF)
-B, T, H, D = 2, 24, 3, 8  # examples, places, heads, features of each
+B, T, H, D = 2, 136, 3, 8  # examples, places (more than lanes), heads, features
 WIDTH = H * D
 DROPPED = np.random.RandomState(0).rand(B, H, T, T) < 0.2
 SHORT = np.arange(T) < np.asarray([[T], [T - 9]])  # which keys are there

@@ -1,0 +1,123 @@
+"""One value a row, taken from what arithmetic makes, and its cotangent's sum."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import bit_equal, choices, eqns, trace
+from programs import normal, weights
+
+from jmp_rewrite import mixed_precision, use_passes
+
+ROWS, WORDS, WIDTH = (3, 4), 24, 16
+LABELS = jnp.asarray(np.random.RandomState(0).randint(0, WORDS, (*ROWS, 1)))
+TWO = jnp.concatenate([LABELS, LABELS[..., ::-1, :]], -1)
+OUTSIDE = LABELS.at[0, 0, 0].set(WORDS).at[1, 1, 0].set(-WORDS - 1)
+OWN = "gather_first", "sum_of_scattered"
+DEVICE = "TPU v5e"
+
+
+def log_probability(logits, labels, **mode):
+    log_p = jax.nn.log_softmax(logits)
+    return jnp.take_along_axis(log_p, labels, -1, **mode)
+
+
+def capped(logits, labels):
+    return log_probability(30 * jnp.tanh(logits / 30), labels)
+
+
+def clipped(logits, labels):
+    return log_probability(logits, labels, mode="clip")
+
+
+def inside(logits, labels):
+    return log_probability(logits, labels, mode="promise_in_bounds")
+
+
+def scaled_by_row(logits, labels):
+    return log_probability(logits * jnp.arange(1.0, 4.0)[:, None, None], labels)
+
+
+def step_of(read, labels, bias=True):
+    def loss(params, x):
+        first, second, shift = params
+        logits = jnp.tanh(x @ first) @ second + (shift[None, None] if bias else 0.0)
+        return -jnp.nanmean(read(logits, labels))
+
+    def step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads), value
+
+    return mixed_precision(step, "mixed_bfloat16")
+
+
+def arguments():
+    first, second = weights((WIDTH, WIDTH), (WIDTH, WORDS))
+    return [first, second, jnp.asarray(normal(WORDS))], jnp.asarray(
+        normal(*ROWS, WIDTH)
+    )
+
+
+def traced(step, passes):
+    with use_passes(passes, device=DEVICE):
+        return trace(step, *arguments())
+
+
+def run(step, passes):
+    with use_passes(passes, device=DEVICE):
+        return jax.jit(lambda *a: step(*a))(*arguments())
+
+
+READS = (log_probability, capped, clipped, inside, scaled_by_row)
+CASES = [
+    *(functools.partial(step_of, read, LABELS) for read in READS),
+    functools.partial(step_of, log_probability, LABELS, bias=False),
+    functools.partial(step_of, log_probability, OUTSIDE),
+    functools.partial(step_of, clipped, OUTSIDE),
+    functools.partial(step_of, log_probability, TWO),
+]
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_the_numbers_are_the_same(make):
+    bit_equal(run(make(), ",".join(OWN)), run(make(), "none"))
+
+
+def largest_read(jaxpr):
+    """Returns the dtypes of the large arrays that gathers read, where it is run."""
+    used = {id(v) for e in eqns(jaxpr, *NAMES) for v in e.invars}
+    found = [e for e in eqns(jaxpr, "gather") if id(e.outvars[0]) in used]
+    return {str(e.invars[0].aval.dtype) for e in found if e.invars[0].aval.ndim == 3}
+
+
+NAMES = ("sub", "convert_element_type", "div", "add")
+
+
+@pytest.mark.parametrize("read", READS)
+def test_labels_are_looked_for_in_the_stored_logits(read):
+    step = step_of(read, LABELS)
+    assert largest_read(traced(step, "gather_first")) == {"bfloat16"}
+
+
+def test_a_sum_of_zeros_and_a_label_is_none_over_words():
+    def sums(passes):
+        found = eqns(traced(step_of(log_probability, LABELS), passes), "reduce_sum")
+        return sum(e.invars[0].aval.shape == (*ROWS, WORDS) for e in found)
+
+    assert sums("sum_of_scattered") == sums("none") - 1
+
+
+def test_what_no_product_stores_is_left_alone():
+    def step(params, x):
+        def loss(params):
+            h = jnp.cumsum(x @ params[0], -1) * 2.0
+            return jnp.take_along_axis(h, LABELS % WIDTH, -1).sum()
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    wanted = mixed_precision(step, "mixed_bfloat16")
+    with use_passes("gather_first"):
+        assert not choices(trace(wanted, *arguments()), "gather_first")
