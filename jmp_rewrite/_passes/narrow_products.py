@@ -7,23 +7,28 @@ from typing import Any
 from jax import lax
 
 from jmp_rewrite._passes.by_device import LANES, TPU, Where
-from jmp_rewrite._passes.edit import Editor
-from jmp_rewrite._passes.match import FLOAT32, is_half_product, is_widening
+from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._passes.match import FLOAT32, is_half_product, is_widening, uses
+
+# What a softmax is given is scaled, capped and masked.
+_ARITHMETIC = frozenset(
+    {"add", "by_device", "div", "max", "mul", "select_n", "sub", "tanh"}
+)
 
 
 def narrow_products(editor: Editor) -> None:
-    """A batched product of small matrices is read as it was accumulated.
+    """Scores of few places are read by their softmax as they were accumulated.
 
-    If rows and columns are fewer than the lanes of a TPU, XLA:TPU lays the result out
-    in another order than a product leaves it, and two numbers of a half array share a
-    register: that takes several times the product itself. What reads the result in
-    float32 is given the float32 result, which is written no later than its reader, as
-    the scores of an attention are.
+    If rows and columns of a batched product are fewer than the lanes of a TPU, XLA:TPU
+    lays the result out in another order than that in which the product makes it, and
+    puts two half numbers into each register: that takes four times the product itself.
+    A softmax reads its scores in float32, at once, and what is kept of it is its own
+    result.
 
     On TPUs, in whole train steps.
 
-    Gain: with `attention_feature_sums` left out there, contrastive towers of 64 places
-    12 % fewer cycles, 3 % fewer bytes and 7 % less memory on a TPU v5e.
+    Gain: two blocks of a transformer of 64 places 5 % fewer cycles for 6 % more bytes
+    on a TPU v5e, with the same memory.
     """
     for body, _, eqn in editor.find("dot_general"):
         (out,) = eqn.outvars
@@ -39,6 +44,8 @@ def narrow_products(editor: Editor) -> None:
             (wide,) = body.eqns[at].outvars
             if editor.is_asked(body, at) or editor.was_here(body, wide):
                 continue
+            if not _leads_to_maximum(body, wide):
+                continue
             (new,) = editor.choose(
                 body,
                 at,
@@ -49,6 +56,23 @@ def narrow_products(editor: Editor) -> None:
                 params=tuple(eqn.params.items()),
             )
             editor.read_instead(body, wide, new)
+
+
+def _leads_to_maximum(body: Body, var: Any) -> bool:
+    """Whether arithmetic on each number by itself leads to maxima of rows."""
+    size, seen, stack = var.aval.size, {var}, [(body, var)]
+    while stack:
+        for inner, index, _ in uses(*stack.pop()):
+            eqn = inner.eqns[index] if index >= 0 else None
+            if eqn is None or index in inner.held:
+                continue
+            if eqn.primitive.name == "reduce_max":
+                return True
+            for out in eqn.outvars:
+                if eqn.primitive.name in _ARITHMETIC and out.aval.size == size:
+                    stack += [(inner, out)] if out not in seen else []
+                    seen.add(out)
+    return False
 
 
 def _accumulated(stored: Any, *operands: Any, params: Any) -> Any:

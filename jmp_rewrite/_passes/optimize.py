@@ -68,7 +68,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         "sum_of_scattered",
         sum_of_scattered,
-        ("all",),
+        ("TPU",),
         "order of sums",
         frozenset({"scatter", "scatter-add"}),
     ),

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax import lax
 
+from jmp_rewrite._passes.by_device import TPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.gather_first import open_call
 from jmp_rewrite._passes.match import is_float32, makers, number_of
@@ -22,7 +23,7 @@ def sum_of_scattered(editor: Editor) -> None:
     batch x length x vocabulary indices, in order to add up zeros. An index out of range
     is dropped or clipped as before. (The sum of a -0 is 0, as before.)
 
-    On all devices, in whole train steps.
+    On TPUs, in whole train steps.
 
     Gain: a language model's head of 512 by 8192, with its loss, 18 % fewer cycles on a
     TPU v5e.
@@ -30,8 +31,8 @@ def sum_of_scattered(editor: Editor) -> None:
     while any(_opens(editor, *place) for place in list(editor.find("reduce_sum"))):
         editor.commit()
     for body, index, eqn in list(editor.find("reduce_sum")):
-        chain = _chain(body, eqn)
-        if chain is None:
+        chain, (out,) = _chain(body, eqn), eqn.outvars
+        if chain is None or editor.was_here(body, out):
             continue
         scatter = body.made_by(chain[-1])
         if scatter is None or not _is_put(body, scatter):
@@ -43,9 +44,18 @@ def sum_of_scattered(editor: Editor) -> None:
         _, indices, updates = scatter.invars
         clips = scatter.params["mode"] is lax.GatherScatterMode.CLIP
         size = eqn.invars[0].aval.shape[-1]
-        editor.replace(
-            body, index, _sum, indices, updates, names=names, size=size, clips=clips
+        (total,) = editor.choose(
+            body,
+            index,
+            [out],
+            [indices, updates],
+            {Where((TPU,)): _sum},
+            after=True,
+            names=names,
+            size=size,
+            clips=clips,
         )
+        editor.read_instead(body, out, total)
 
 
 def _chain(body: Body, eqn: Any) -> list[Any] | None:
@@ -105,7 +115,13 @@ def _opens(editor: Editor, body: Body, index: int, eqn: Any) -> bool:
 
 
 def _sum(
-    indices: Any, updates: Any, *, names: tuple[Any, ...], size: int, clips: bool
+    stored: Any,
+    indices: Any,
+    updates: Any,
+    *,
+    names: tuple[Any, ...],
+    size: int,
+    clips: bool,
 ) -> Any:
     index = lax.squeeze(indices, (indices.ndim - 1,))
     if not clips:
