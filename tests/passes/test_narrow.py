@@ -37,10 +37,10 @@ def arguments(places):
     return weights((WIDTH, 3 * WIDTH), (WIDTH, WIDTH)), normal(2, places, WIDTH)
 
 
-def edits(weigh, places):
+def edits(weigh, places, name="narrow_products"):
     step = mixed_precision(step_of(weigh), "mixed_bfloat16")
-    with use_passes("narrow_products"):
-        return choices(trace(step, *arguments(places)), "narrow_products")
+    with use_passes(name):
+        return choices(trace(step, *arguments(places)), name)
 
 
 @pytest.mark.parametrize("weigh", [jax.nn.softmax, causal])
@@ -52,6 +52,12 @@ def test_scores_of_few_places(weigh):
 
 def test_more_places_than_lanes():
     assert not edits(jax.nn.softmax, 136)
+
+
+@pytest.mark.parametrize("places", [24, 136])
+def test_features_are_summed_where_keys_fill_the_lanes(places):
+    found = edits(jax.nn.softmax, places, "attention_feature_sums")
+    assert len(found) == (places == 136)
 
 
 def test_a_product_without_a_softmax():
