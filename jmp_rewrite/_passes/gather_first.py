@@ -129,7 +129,11 @@ def open_call(editor: Editor, body: Body, index: int) -> bool:
     eqn = body.eqns[index]
     if eqn.primitive.name != "jit" or not _compat.is_plain_call(eqn):
         return False
-    closed = _compat.with_body(eqn.params["jaxpr"], eqns=list(body.held[index][0].eqns))
+    (inner,) = body.held[index]
+    said = editor.marks(body, index)  # it takes the place of what is said inside
+    if any(editor.marks(inner, at) != said for at in range(len(inner.eqns))):
+        return False
+    closed = _compat.with_body(eqn.params["jaxpr"], eqns=list(inner.eqns))
     eqns, outs = inlined(closed, eqn.invars, eqn)
     editor.put(body, index, eqns, outs)
     return True

@@ -9,7 +9,7 @@ import pytest
 from helpers import bit_equal, choices, eqns, trace
 from programs import normal, weights
 
-from jmp_rewrite import mixed_precision, use_passes
+from jmp_rewrite import full_precision, mixed_precision, use_passes
 
 ROWS, WORDS, WIDTH = (3, 4), 24, 16
 LABELS = jnp.asarray(np.random.RandomState(0).randint(0, WORDS, (*ROWS, 1)))
@@ -116,6 +116,21 @@ def test_a_sum_of_zeros_and_a_label_is_none_over_words():
 def test_two_labels_in_a_row_are_added_up():
     step = step_of(log_probability, jnp.concatenate([LABELS, LABELS], -1))
     bit_equal(run(step, "sum_of_scattered"), run(step, "none"))
+
+
+def test_a_call_with_a_wish_inside_stays_a_call():
+    @jax.jit
+    def scaled(logits, labels):
+        with full_precision():
+            scale = jnp.cos(labels.astype(jnp.float32))
+        return logits * scale
+
+    def asked(logits, labels):
+        return jnp.take_along_axis(scaled(logits, labels), labels, -1)
+
+    step = step_of(asked, LABELS)
+    assert choices(traced_for_all(step_of(log_probability, LABELS), OWN[0]), OWN[0])
+    assert not choices(traced_for_all(step, OWN[0]), OWN[0])
 
 
 def test_what_no_product_stores_is_left_alone():
