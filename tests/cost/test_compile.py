@@ -1,5 +1,7 @@
 """Each program has a process of its own, which ends, and whose result is kept."""
 
+import contextlib
+import functools
 import gzip
 import json
 import os
@@ -14,7 +16,7 @@ from described import arguments, step
 import jmp_rewrite as jmpr
 from jmp_rewrite._cost import compile as compiling
 from jmp_rewrite._cost import devices, program, store
-from jmp_rewrite._cost.compile import Job, compile_jobs
+from jmp_rewrite._cost.compile import Job, compile_jobs, compiled_by, in_child
 
 # A child that answers with what it was asked, and prints as compilers do.
 ANSWERS = """
@@ -36,13 +38,16 @@ def job(rows=32, device="v5e", policy="float32"):
 
 
 @pytest.fixture
-def child(installed, monkeypatch):
+def child(installed):
     """Puts another program in the place of the child's."""
+    with contextlib.ExitStack() as stack:
 
-    def runs(code):
-        monkeypatch.setattr(compiling, "_COMMAND", (sys.executable, "-c", code))
+        def runs(code):
+            command = (sys.executable, "-c", code)
+            run = functools.partial(in_child, command=command)
+            stack.enter_context(compiled_by(run))
 
-    return runs
+        yield runs
 
 
 def test_a_child_is_asked_and_its_noise_not_heard(child, capfd):
@@ -150,9 +155,8 @@ def test_a_child_ends_with_its_parent(run_python, tmp_path):
     code = """
 import pathlib, threading
 from jmp_rewrite._cost import child
-child._compile = lambda *a: threading.Event().wait(600)
 pathlib.Path("module").write_bytes(b"")
-child.main(pathlib.Path("."))
+child.main(pathlib.Path("."), lambda *a: threading.Event().wait(600))
 """
     done = run_python("-c", code)
     assert done.returncode == 1 and not (tmp_path / "answer.json").exists()

@@ -4,6 +4,7 @@ import html
 import importlib.util
 import pathlib
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from programs import normal
 
 from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
-from jmp_rewrite._diagnose import progress, results
+from jmp_rewrite._diagnose import results
 
 PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "planted_faults.py"
 
@@ -220,12 +221,24 @@ def test_shapes_in_place_of_arrays():
         diagnose(overflows, "mixed_float16")(*shapes)
 
 
-def test_it_says_what_it_is_doing(monkeypatch, capfd):
-    diagnose(overflows, "mixed_float16")(*ARGS)
+def test_it_says_what_it_is_doing(capfd):
+    slow = []
+
+    def wait(x):
+        while slow:
+            time.sleep(slow.pop())
+        return x
+
+    def fun(x, w):
+        same = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return overflows(jax.pure_callback(wait, same, x), w)
+
+    diagnose(fun, "mixed_float16")(*ARGS)
     assert capfd.readouterr().err == ""  # it took a moment
-    monkeypatch.setattr(progress, "_QUIET", 0.0)
-    diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
-    assert "diagnose: running overflows in float32 and" in capfd.readouterr().err
+    slow.append(2.5)
+    diagnosis = diagnose(fun, "mixed_float16")(*ARGS)
+    assert "diagnose: running fun in float32 and" in capfd.readouterr().err
+    slow.append(2.5)
     print(diagnosis)
     assert "diagnose: searching the fewest overrides" in capfd.readouterr().err
 

@@ -17,7 +17,7 @@ from jax import lax
 from programs import BY_NAME, mlp, mlp_args
 
 import jmp_rewrite as jmpr
-from jmp_rewrite import Policy, _devices, explain, mixed_precision
+from jmp_rewrite import Policy, explain, mixed_precision
 from jmp_rewrite._explain import stored
 from jmp_rewrite._explain.document import document
 from jmp_rewrite._explain.summary import fold, largest_full, scopes
@@ -296,7 +296,7 @@ def test_float64_is_told_apart_from_float32():
 
 
 def test_auto_that_is_float32_says_what_to_write(monkeypatch):
-    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "0")
     (sentence,) = explain(jnp.matmul, "auto")(LARGE, LARGE).advice
     assert sentence.startswith("'auto' means float32 on this device (cpu)")
     assert 'explain(fun, "mixed_bfloat16")' in sentence
