@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend import source_info_util
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.distinct import (
@@ -34,6 +33,7 @@ from jmp_rewrite._graph.nodes import (
 )
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
 from jmp_rewrite._rules import LANES, LEFT_ALONE, MOVES_NUMBER, held_jaxprs
+from jmp_rewrite._source import where
 
 # Larger constants are not searched for values that half precision cannot hold (they
 # are treated like arguments); 2**22 elements are 16 MiB.
@@ -223,7 +223,8 @@ class Builder:
         else:
             why = "a rule denies it" if holds else LEFT_ALONE.get(name)
             if why and not here.rewritten and reads_float32(eqn):
-                self.opaque.append(Opaque(eqn, here, why, self._where(eqn)))
+                line = where(eqn, *reversed(self._calls))
+                self.opaque.append(Opaque(eqn, here, why, line))
             nodes, results = self._leaf(eqn, env, here, trips)
             instance.nodes.append(nodes)
             if not isinstance(nodes, tuple):
@@ -231,13 +232,6 @@ class Builder:
         for var, value in zip(eqn.outvars, results, strict=True):
             if value is not None:
                 env[var] = value
-
-    def _where(self, eqn: Any) -> str:
-        """Returns the innermost source line that is known; JAX's own have none."""
-        for caller in (eqn, *reversed(self._calls)):
-            if line := source_info_util.summarize(caller.source_info):
-                return line
-        return "an unknown line"
 
     def _leaf(
         self, eqn: Any, env: dict[Any, Value], place: Place, trips: int

@@ -16,9 +16,10 @@ from jmp_rewrite._passes.by_device import TPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, is_float32, is_half_product
 from jmp_rewrite._passes.program import CASTS, ROUNDING
+from jmp_rewrite._rules import IDENTITIES
 
 # These change nothing but the order of dimensions, and how a value is rounded.
-_SAME = frozenset({"copy", "name", "stop_gradient", *CASTS})
+_SAME = IDENTITIES | CASTS | {"name"}
 # A name for each dimension: those of what is summed up count from 0, those of features
 # follow, and those that are not known yet are negative.
 _Names = tuple[int, ...]

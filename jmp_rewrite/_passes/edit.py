@@ -494,7 +494,7 @@ class Editor:
         avals = tuple(v.aval for v in operands)
         key = (fun, avals, tuple(static.items()))
         if key not in self._traced:
-            with like.ctx.manager:
+            with _compat.place_of(like, avals):
                 self._traced[key] = _tracer(fun, key[2])(*avals)
         closed = self._traced[key]
         body = _compat.open_jaxpr(closed)

@@ -199,7 +199,7 @@ class _NewBody:
             )
 
     def _emit(self, fun: Callable[[Any], list[Any]], operand: Any) -> list[Any]:
-        with self._like.ctx.manager:
+        with _compat.place_of(self._like, [operand.aval]):
             closed = jax.make_jaxpr(fun)(operand.aval)
         eqns, outs = inlined(closed, [operand], self._like)
         self._eqns += eqns

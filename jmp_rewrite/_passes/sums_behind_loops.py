@@ -12,6 +12,7 @@ from jmp_rewrite._graph import elements
 from jmp_rewrite._passes.behind import put_behind
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, is_float32, is_half_product, is_widening
+from jmp_rewrite._rules import LINEAR, MOVES
 
 
 def sums_behind_loops(editor: Editor) -> None:
@@ -60,28 +61,10 @@ def _sums_of(editor: Editor, body: Body, index: int, eqn: Any) -> Sums | None:
     return loop.sums()
 
 
-# A sum over the iterations may be taken before these as well as after them.
-_LINEAR = frozenset(
-    {
-        "add",
-        "add_any",
-        "concatenate",
-        "copy",
-        "expand_dims",
-        "neg",
-        "reshape",
-        "rev",
-        "slice",
-        "split",
-        "squeeze",
-        "sub",
-        "transpose",
-    }
-)
 _ADDS = ("add", "add_any")
 # These compute nothing: of equal operands they have equal results, rounded or not.
 _CAST = "convert_element_type"
-_MOVES = (_LINEAR - {"add", "add_any", "sub"}) | {_CAST}
+_MOVES = MOVES | {_CAST}
 
 # Bytes that an iteration moves: a sum is read and written in float32, an operand is
 # written and read again in half.
@@ -305,7 +288,7 @@ class _Loop:
             if not is_widening(cast, self._half):
                 return None  # it is read unrounded
             return _Terms(here, leaves=frozenset(cast.invars))
-        if eqn.primitive.name not in _LINEAR:
+        if eqn.primitive.name not in LINEAR:
             return None
         terms = [self._made_of(v) for v in eqn.invars]
         known = [t for t in terms if t is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jmp_rewrite._graph import Graph, Loop, Node, Value
+from jmp_rewrite._graph import Graph, Loop, Node, Value, reached
 from jmp_rewrite._precision.origins import leads_to_product, made_by_products
 from jmp_rewrite._rules import Category
 
@@ -140,11 +140,4 @@ def _multiplies(product: Node, stream: set[int]) -> bool:
 
 def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set[int]:
     """Returns what an iteration computes from a node, up to the next iteration."""
-    found: set[int] = set()
-    stack = [start]
-    while stack:
-        for node in consumers[stack.pop()]:
-            if node in within and node not in found and node != start:
-                found.add(node)
-                stack.append(node)
-    return found
+    return reached([start], consumers, within.__contains__) - {start}

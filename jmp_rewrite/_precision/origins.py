@@ -58,14 +58,7 @@ def made_by(
     What a decomposition makes of it is as exact as any float32 code's, not as a half
     product: it read unrounded values.
     """
-    found = set(products)
-    stack = list(found)
-    while stack:
-        for node in consumers[stack.pop()]:
-            if node not in found and nodes[node].name not in DECOMPOSITIONS:
-                found.add(node)
-                stack.append(node)
-    return found
+    return reached(products, consumers, lambda n: nodes[n].name not in DECOMPOSITIONS)
 
 
 def leads_to_product(

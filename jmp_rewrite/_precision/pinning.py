@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from jax.extend import core as jex
-from jax.extend import source_info_util
 
 from jmp_rewrite._graph import Graph, Node, Opaque, reads_float32
 from jmp_rewrite._policy import Policy
@@ -44,6 +43,7 @@ from jmp_rewrite._precision.readers import (
     sums_with_exact,
 )
 from jmp_rewrite._rules import Category, table
+from jmp_rewrite._source import where
 
 ALLOW, INFER, DENY, CLEAR = Category
 
@@ -266,13 +266,12 @@ def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
     """Returns what is not rewritten inside: kernels, callbacks, unknown primitives."""
     named = {id(o.eqn) for o in graph.opaque}
     others = [
-        Opaque(node.eqn, node.place, why, source_info_util.summarize(info))
+        Opaque(node.eqn, node.place, why, where(node.eqn))
         for node, category in zip(graph.nodes, pins.categories, strict=True)
         if (category is None or category is DENY)
         and not node.place.rewritten
         and id(node.eqn) not in named
         and (why := _why_alone(node.eqn, category))
-        for info in [node.eqn.source_info]
     ]
     return [*graph.opaque, *others]
 

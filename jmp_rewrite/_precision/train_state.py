@@ -220,13 +220,7 @@ class _Walk:
             found = {n for n in self._consumers[base] if n in inside}
         else:
             found = {n for n in inside if _reads_argument(self._nodes[n])}
-        stack = list(found)
-        while stack:
-            for reader in self._consumers[stack.pop()]:
-                if reader in inside and reader not in found:
-                    found.add(reader)
-                    stack.append(reader)
-        return found
+        return reached(found, self._consumers, inside.__contains__)
 
     def between(self, state: set[int]) -> set[int]:
         """Returns what carries a state from one update to the next."""

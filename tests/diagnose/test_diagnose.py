@@ -1,8 +1,6 @@
 """`diagnose` names the line, says why, and finds what mends it."""
 
 import html
-import importlib.util
-import pathlib
 import sys
 import time
 
@@ -10,24 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import planted_faults
 import pytest
 from programs import normal
 
 from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
 from jmp_rewrite._diagnose import results
-
-PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "planted_faults.py"
-
-
-def planted_faults():
-    spec = importlib.util.spec_from_file_location("planted_faults", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = planted_faults()
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +36,13 @@ QUICK = {"a margin vanishes", "an epsilon by hand vanishes"}
             id=f"{fault.name}-{policy}",
             marks=() if fault.name in QUICK else pytest.mark.slow,
         )
-        for fault in FAULTS.FAULTS
+        for fault in planted_faults.FAULTS
         for policy in fault.dtypes
     ],
 )
 def test_the_planted_line_is_named_first(fault, policy):
     """In a train step; and what is found to mend it does."""
-    found = FAULTS.run(fault, policy)
+    found = planted_faults.run(fault, policy)
     assert found["named"] == fault.line, found["why"]
     if found["found"] is not None:
         assert found["error after"] <= 0.25
