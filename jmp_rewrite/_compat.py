@@ -187,7 +187,7 @@ class Staging:
 
     @classmethod
     def of(cls, jaxpr: Any) -> Staging | None:
-        """Returns what adds a jaxpr's equations to the current trace.
+        """Returns the staging of a jaxpr's equations in the current trace.
 
         None if that one computes, or transforms what is bound in it.
         """

@@ -220,7 +220,7 @@ def test_unknown_policy(wrong):
 # ---- arguments and results
 
 
-def test_what_is_no_array_passes_through():
+def test_non_arrays_pass_through():
     seen = []
 
     def g(params, fun, name, *, flag, number, nothing=None):
@@ -426,7 +426,7 @@ def test_closures_are_read_at_each_call():
     np.testing.assert_allclose(batch[0], a, rtol=1e-2)
 
 
-def test_tracing_a_fresh_one_sees_what_changed():
+def test_a_fresh_trace_sees_changed_globals():
     box = {"w": W}
 
     def g(x):
@@ -558,7 +558,7 @@ def test_a_function_that_cannot_be_traced():
         lambda x: jnp.ones(x.astype(int)[0, 0]),
     ],
 )
-def test_raises_what_jit_raises(fun):
+def test_errors_are_those_of_jit(fun):
     ours = raised(mixed_precision(fun, "mixed_bfloat16"), X)
     theirs = raised(jax.jit(fun), X)
     assert type(ours) is type(theirs)
@@ -727,7 +727,7 @@ def test_equations_keep_their_lines_and_scopes_where_they_are_copied():
         assert stack.startswith("outside/jmp_rewrite.mixed_precision")
 
 
-def test_what_a_jitted_function_captured_is_read_where_equations_are_copied():
+def test_captured_arrays_of_a_jitted_function_are_read():
     table = np.arange(8, dtype=np.float32).reshape(2, 4)
 
     def looked_up(x, w):

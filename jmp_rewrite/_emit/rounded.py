@@ -24,7 +24,7 @@ RETURNED = None
 
 
 def argument(number: int) -> int:
-    """Returns what stands for an argument in place of a node."""
+    """Returns the number of an argument in place of a node's."""
     return -1 - number
 
 

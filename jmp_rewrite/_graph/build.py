@@ -121,7 +121,7 @@ class Builder:
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
     def sharing_key(self, jaxpr: Any, place: Place) -> Any:
-        """Returns what uses of a body are analysed together; None if each is alone."""
+        """Returns the key of uses of a body that are analysed as one; None if alone."""
         if id(jaxpr) not in self._often:
             return None
         return id(jaxpr), place if self._by_path else place._replace(path="")
@@ -440,7 +440,7 @@ def _known_index(aval: Any, constant: Any) -> Value | None:
 def _not_float32(
     eqn: Any, operands: Sequence[Value | None], number: Any
 ) -> list[Value | None]:
-    """Returns what is known of results as if none were float32."""
+    """Returns the results' values as if none were float32."""
     avals = [v.aval for v in eqn.outvars]
     if number is not None:
         return [Value(aval, constant=number) for aval in avals]

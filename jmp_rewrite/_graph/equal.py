@@ -229,7 +229,7 @@ class _Numbers:
         return list(zip(outs, new, strict=True))
 
     def _key(self, eqn: Any, numbers: tuple[Any, ...], place: Place) -> Any:
-        """Returns what equal equations have in common; None if there are none."""
+        """Returns the key of equal equations; None if there are none."""
         if eqn.primitive.name in _APART or held_jaxprs(eqn) or eqn.effects:
             return None
         if any(_compat.is_reference(v.aval) for v in [*eqn.invars, *eqn.outvars]):

@@ -421,7 +421,7 @@ def _operand_names(eqn: Any, names: _Names, features: _Names) -> list[_Names]:
 
 
 def _same_factors(given: list[_Factor], wanted: list[_Factor]) -> dict[int, int] | None:
-    """Returns what unknown names are if both are the same factors; None if not."""
+    """Returns the unknown names if both are the same factors; None if not."""
     if len(given) != len(wanted):
         return None
     known: dict[int, int] = {}

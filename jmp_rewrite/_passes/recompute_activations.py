@@ -139,7 +139,7 @@ class _Found:
         return self._stored[index]
 
     def _large(self, index: int) -> list[int]:
-        """Returns what makes the operands that are not small beside the result.
+        """Returns the makers of operands that are not small beside the result.
 
         -1 stands for what no equation of the body makes, or one that holds a jaxpr.
         """
@@ -300,7 +300,7 @@ class _Again:
                 self._editor.read(self._body, at, position, new)
 
     def _chosen(self, at: int, var: Any, index: int) -> Any:
-        """Returns what a reader reads: on some devices what is computed again."""
+        """Returns a reader's operand: on some devices the recomputed one."""
         in_half = var.aval.dtype == self._editor.half
         on = self._found.devices[index] - ({GPU} if in_half else set())
         if not on or self._editor.was_here(self._body, var):

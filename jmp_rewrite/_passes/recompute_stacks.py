@@ -264,7 +264,7 @@ def _chains(editor: Editor, body: Body, eqn: Any) -> dict[int, _Chain]:
 
 
 def _exact(body: Body, var: Any) -> Any:
-    """Returns what a value was before it was cast."""
+    """Returns the value behind casts."""
     while (eqn := body.made_by(var, *CASTS)) is not None and is_float(eqn.invars[0]):
         (var,) = eqn.invars
     return var

@@ -224,7 +224,7 @@ class _Loop:
     # ---- sums
 
     def sums(self) -> Sums:
-        """Returns what is computed behind the loop."""
+        """Returns the sums and products that are computed behind the loop."""
         found = {k: self._sum(k) for k in range(len(self._carries))}
         sums = self._alone({k: t for k, t in found.items() if t is not None})
         sums = self._alone(self._worthwhile(sums))
@@ -249,7 +249,7 @@ class _Loop:
         )
 
     def _sum(self, position: int) -> _Terms | None:
-        """Returns what a carry adds up; None if it is more than a sum of products."""
+        """Returns the terms of a carry; None if it is more than a sum of products."""
         var, end = self._carries[position], self._handed_on[position]
         terms = _Terms()
         while var is not end:
@@ -331,7 +331,7 @@ class _Loop:
         return [v for i in sorted(products) for v in self.eqns[i].invars]
 
     def _new_stacks(self, terms: _Terms) -> list[Any]:
-        """Returns what products contract, each value once, that is no stack yet."""
+        """Returns the operands of products, each once, that are no stacks yet."""
         values = dict.fromkeys(map(self._same, self._operands(terms.products)))
         return [v for v in values if not self._is_slice(v)]
 
@@ -366,7 +366,7 @@ class _Loop:
         return [members for _, members in groups]
 
     def _products_of_stacks(self, var: Any, stack_of: dict[Any, Any]) -> list[int]:
-        """Returns what makes a stacked result of a stack and a constant."""
+        """Returns the product of a stack and a constant that makes a stacked result."""
         if _is_literal(var) or self._readers.get(var) or self._returned[var] != 1:
             return []
         index = self._maker.get(var, -1)

@@ -132,7 +132,7 @@ def propagation(graph: Graph, pins: Pins) -> list[bool]:
             labels[node] = True
     wide = frozenset(n.index for n in graph.nodes if _is_wide(n, pins))
     returned = frozenset(v.node for v in graph.results)
-    return _place.settle(seen, labels, pins.emits_full, wide, returned, pins.sinks)
+    return _place.prune(seen, labels, pins.emits_full, wide, returned, pins.sinks)
 
 
 def products(graph: Graph, pins: Pins) -> list[bool]:

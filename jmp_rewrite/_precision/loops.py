@@ -44,7 +44,7 @@ def recurrent_activations(
     categories: Sequence[Category | None],
     consumers: Sequence[Sequence[int]],
 ) -> set[int]:
-    """Returns what products make inside forward loops: the gates of an LSTM.
+    """Returns the products' values inside forward loops: the gates of an LSTM.
 
     They lead to products through a carry alone, like an update of train state; but
     no backward pass lies before them.
@@ -139,5 +139,5 @@ def _multiplies(product: Node, stream: set[int]) -> bool:
 
 
 def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set[int]:
-    """Returns what an iteration computes from a node, up to the next iteration."""
+    """Returns the nodes that depend on one, up to the next iteration."""
     return reached([start], consumers, within.__contains__) - {start}

@@ -71,7 +71,7 @@ def _is_optimizer_state(x: Any) -> bool:
 
 
 def key_names(key: Any) -> tuple[str, ...]:
-    """Returns what a key of a tree path is called."""
+    """Returns the name of a key of a tree path."""
     if isinstance(key, ParameterPath):
         return key.names
     for name in ("key", "name", "idx"):
@@ -202,7 +202,7 @@ class _Program:
         return [(p, v.node) for p, v in zip(floats, self.graph.results, strict=True)]
 
     def root(self, value: Value) -> Any:
-        """Returns what a value is a moved copy of."""
+        """Returns the source of a value, through moves."""
         while value.node >= 0:
             node = self.nodes[value.node]
             if node.name not in _UNJOINED or len(node.inputs) != 1:

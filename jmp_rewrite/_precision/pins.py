@@ -32,7 +32,7 @@ class Pins:
     Attributes:
       categories: the category that holds for it; None for what nobody knows.
       full: the reason why it must be float32; None if it may be half.
-      upstream: the deny node that endangers it; -1 if none.
+      upstream: the deny node upstream of it; -1 if none.
       forced: nodes that a scope "half" covers.
       half: the compute dtype.
       emits_full: products whose result no product needs in half: they emit float32.
@@ -100,7 +100,7 @@ class Pins:
 
 
 def bare(graph: Graph, pins: Pins) -> BareGraph:
-    """Returns what the placement sees: what must be full is a wall."""
+    """Returns the graph as the placement sees it: pinned nodes are walls."""
     categories = [
         c if full is None or c is Category.DENY else None
         for c, full in zip(pins.categories, pins.full, strict=True)

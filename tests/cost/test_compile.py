@@ -83,7 +83,7 @@ def test_equal_programs_are_compiled_once_and_kept(child, own_cache):
     assert "asked again" in fresh.answer["error"]
 
 
-def test_what_is_kept_depends_on_device_version_and_flags(installed, monkeypatch):
+def test_cache_keys_depend_on_device_version_and_flags(installed, monkeypatch):
     names = {job().name, job(device="v6e").name, job(rows=64).name}
     names.add(job()._replace(options=(("a", "1"),)).name)
     monkeypatch.setenv("XLA_FLAGS", "--xla_something")
@@ -162,7 +162,7 @@ child.main(pathlib.Path("."), lambda *a: threading.Event().wait(600))
     assert done.returncode == 1 and not (tmp_path / "answer.json").exists()
 
 
-def test_what_is_kept_is_bounded(own_cache):
+def test_the_cache_is_bounded(own_cache):
     for n in range(10):
         text = os.urandom(500).hex()
         store.save(f"program{n}", store.Compiled(text, {"n": n}), most_bytes=3000)

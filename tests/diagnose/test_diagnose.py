@@ -80,7 +80,7 @@ def test_nothing_is_wrong():
     assert "no policy" not in str(diagnosis)
 
 
-def test_what_is_not_finite_in_float32_either(monkeypatch):
+def test_values_not_finite_in_float32_either_are_named(monkeypatch):
     """It is said first, with the line, and no policy is offered."""
     monkeypatch.setenv("COLUMNS", "400")  # a long path is not folded
 
@@ -295,7 +295,7 @@ def test_a_step_is_judged_by_what_it_changes():
     assert reference.errors([start]) == pytest.approx([1.0])
 
 
-def test_what_half_does_not_resolve_in_a_gradient_hardly_counts():
+def test_gradients_below_half_s_resolution_hardly_count():
     """The first step of Adam is as large for the smallest gradient as for any other."""
     start, gradient = jnp.ones(1000), jnp.ones(1000).at[:100].set(1e-3)
     step = 1e-3 * jnp.sign(gradient)

@@ -252,7 +252,7 @@ def test_each_pass_finds_something(own):
 
 
 @by_loss
-def test_other_passes_find_what_they_found(loss):
+def test_no_pass_hides_a_pattern_from_another(loss):
     # What is computed again is stacked no more, and a sum needs no zeros: there is
     # nothing to do for those.
     fewer, before, alone = explicit(loss), explicit(loss), set()

@@ -199,7 +199,7 @@ def test_it_is_mapped_differentiated_and_transposed(name):
     assert relative_error(back, full) < 2**-6
 
 
-def test_what_is_no_whole_step_has_the_product_alone():
+def test_forward_functions_keep_the_product():
     """What is inserted are casts, and the derivative of a float32 result."""
 
     def fun(x, w):
