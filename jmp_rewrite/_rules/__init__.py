@@ -2,6 +2,7 @@
 
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.attributes import (
+    ARITHMETIC,
     COMPARES,
     COPIES,
     COSTLY,
@@ -34,6 +35,7 @@ from jmp_rewrite._rules.table import (
 )
 
 __all__ = [
+    "ARITHMETIC",
     "CALLS",
     "COMPARES",
     "COPIES",

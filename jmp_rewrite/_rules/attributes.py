@@ -107,6 +107,30 @@ COPIES = MOVES | {
 # The same of several operands; but a `scatter` may compute as well.
 SELECTS = COPIES | {"dynamic_update_slice", "scatter", "select_n"}
 
+# Compilers compute these in the kernel that reads them, in each if there are several.
+# No collective is among them, and nothing that is not as cheap.
+ARITHMETIC = (VIEWS - {"copy_p", "pvary"}) | {
+    "abs",
+    "add",
+    "add_any",
+    "clamp",
+    "convert_element_type",
+    "div",
+    "integer_pow",
+    "max",
+    "min",
+    "mul",
+    "neg",
+    "one_minus_square",
+    "polynomial",
+    "select_n",
+    "sign",
+    "sqrt",
+    "square",
+    "sub",
+    "transpose",
+}
+
 # A sum is the same before these as after them.
 LINEAR = (MOVES - {"device_put", "optimization_barrier"}) | {
     "add",
