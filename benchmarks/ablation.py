@@ -4,9 +4,9 @@
         [--json FILE]
 
 The same train step in float32, with precision alone (no passes), with all passes, and
-with all but one. A pass that leaves a program as it is costs nothing here: programs
-that have been compiled are kept (see `programs.py`). Passes for CPUs change no program
-of these devices; `accuracy.py` shows what they are for.
+with all but one of those that are for the device. A pass that leaves a program as it is
+costs nothing here: programs that have been compiled are kept (see `programs.py`). What
+passes for CPUs are for, `accuracy.py` shows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from programs import Key
 from jmp_rewrite import use_passes
 from jmp_rewrite._passes import PASSES
 
-# Those that a device cannot do without run in any case.
-OPTIONAL = [p.name for p in PASSES if not p.required]
 SHOWN = ("mcycles", "gb_accessed", "gb_written", "mb_temp")
 
 
@@ -36,13 +34,23 @@ def ablation(model: str, target: str, size: str) -> dict[str, dict[str, Any]]:
     whose absence changes a figure.
     """
     rows = {"float32": row(Key(model, "float32", target, size))}
-    for spec in ("none", "all", *(f"-{name}" for name in OPTIONAL)):
+    for spec in ("none", "all", *(f"-{name}" for name in _optional(target))):
         with use_passes(spec):
             cells = row(Key(model, "ours", target, size))
         if not spec.startswith("-") or _figures(cells) != _figures(rows["all"]):
             rows[spec] = cells
         print(f"{model:10} {target:6} {spec:28}", _shown(cells, rows), flush=True)
     return rows
+
+
+def _optional(target: str) -> list[str]:
+    """Returns the passes for a device; the required ones run in any case."""
+    device = devices.TARGETS[target]
+    return [
+        p.name
+        for p in PASSES
+        if not p.required and (p.devices == ("all",) or device.startswith(p.devices))
+    ]
 
 
 def _figures(cells: Mapping[str, Any]) -> list[Any]:

@@ -225,7 +225,7 @@ def pure_call(
 
 
 def user_result(results: Any) -> tuple[Any, int]:
-    """Returns what `fun` itself returns, of the result of a `pure_call`.
+    """Returns the result of `fun` itself, of the result of a `pure_call`.
 
     With it comes the number of arrays before it: changes of modules.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -187,7 +187,7 @@ class Staging:
 
     @classmethod
     def of(cls, jaxpr: Any) -> Staging | None:
-        """Returns what adds a jaxpr's equations to the current trace.
+        """Returns the staging of a jaxpr's equations in the current trace.
 
         None if that one computes, or transforms what is bound in it.
         """
@@ -444,6 +444,29 @@ def vary(x: Any, axes: Sequence[str]) -> Any:
     known = jax.typeof(x).mat.varying if axes else ()
     missing = tuple(a for a in axes if a not in known)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+@contextlib.contextmanager
+def place_of(eqn: Any, avals: Sequence[Any]) -> Iterator[None]:
+    """Traces as where an equation stands.
+
+    A jaxpr notes all of it but this: inside a `shard_map` with `check_vma`, types say
+    over which axes of the mesh a value varies.
+
+    Args:
+      eqn: the equation.
+      avals: types of what is traced.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eqn.ctx.manager)
+        if any(getattr(a, "mat", None) and a.mat.varying for a in avals):
+            from jax._src import config, core
+
+            mesh = eqn.ctx.cur_abstract_mesh
+            sizes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
+            stack.enter_context(core.extend_axis_env_nd(sizes))
+            stack.enter_context(config._check_vma(True))
+        yield
 
 
 def is_for(context: Any, devices: tuple[str, ...]) -> bool:

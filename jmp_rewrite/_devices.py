@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import platform
 import re
 import subprocess
@@ -16,6 +17,8 @@ import numpy as np
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT16 = np.dtype(np.float16)
 _FLOAT32 = np.dtype(np.float32)
+
+_CPU_VARIABLE = "JMP_REWRITE_CPU_BFLOAT16"
 
 # Tensor cores multiply float16 from Volta on and bfloat16 from Ampere on: CUDA C++
 # Programming Guide, "Tensor Core Input Data Types per Compute Capability".
@@ -68,13 +71,18 @@ def auto_compute_dtype(device: Any = None) -> np.dtype:
         bfloat16 on TPUs, on NVIDIA GPUs of compute capability 8.0 or more, on AMD GPUs
         with bfloat16 matrix cores and on CPUs with native bfloat16 products; float16 on
         NVIDIA GPUs of compute capability 7.x and on AMD's gfx906 and gfx908; float32
-        elsewhere, where half precision would be slower.
+        elsewhere, where half precision would be slower. `JMP_REWRITE_CPU_BFLOAT16=1`
+        or `=0` in the environment says whether CPUs have native bfloat16 products: on
+        Windows, and on ARM under Linux, nobody else does.
+
+    Raises:
+        ValueError: if that variable is something else.
 
     Example:
         >>> str(auto_compute_dtype()) in ("float32", "bfloat16", "float16")
         True
     """
-    fast = fast_dtypes(_default_device() if device is None else device)
+    fast = fast_dtypes(default_device() if device is None else device)
     return fast[0] if fast else _FLOAT32
 
 
@@ -84,7 +92,7 @@ def why_auto_is_float32(device: Any = None) -> str | None:
     Args:
         device: a `jax.Device`; by default the one that JAX would compute on.
     """
-    device = _default_device() if device is None else device
+    device = default_device() if device is None else device
     if fast_dtypes(device):
         return None
     best = _FLOAT16 if device.platform == "gpu" else _BFLOAT16
@@ -143,8 +151,13 @@ def cpu_multiplies_bfloat16() -> bool:
     """Whether this machine's CPU has instructions for products of bfloat16.
 
     They are AVX512-BF16 and AMX on x86 under Linux, and FEAT_BF16 on Apple's chips; of
-    any other machine it is not known, which counts as no.
+    any other machine it is not known, which counts as no, unless the environment says.
     """
+    said = os.environ.get(_CPU_VARIABLE, "")
+    if said not in ("", "0", "1"):
+        raise ValueError(f"{_CPU_VARIABLE} expected 0 or 1, got {said!r}.")
+    if said:
+        return said == "1"
     return has_bfloat16_flag(platform.system(), platform.machine(), _cpu_flags())
 
 
@@ -174,7 +187,8 @@ def _cpu_flags() -> str:
         return ""
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """Return the device that JAX would compute on."""
     # A device, a platform's name or None; the option is unknown to type checkers.
     configured = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(configured, str):

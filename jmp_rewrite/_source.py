@@ -6,6 +6,7 @@ itself is often a line of Flax or optax; what a reader wants is the line of the 
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -84,6 +85,19 @@ class Caller(NamedTuple):
     outer: Caller | None
 
 
+def where(*eqns: Any) -> str:
+    """Returns the user's line of an equation, and of what it stands in, outwards."""
+    caller = None
+    for eqn in reversed(eqns[1:]):
+        caller = Caller(eqn, caller)
+    return str(Lines().of(eqns[0], caller)) or "an unknown line"
+
+
+@functools.cache
+def _standard_library() -> str:
+    return sysconfig.get_paths()["stdlib"] + os.sep
+
+
 class Lines:
     """Finds the lines of equations, and remembers what it found."""
 
@@ -96,7 +110,7 @@ class Lines:
         )
         self._jax = os.path.dirname(sys.modules["jax"].__file__ or "") + os.sep
         self._own = os.path.dirname(__file__) + os.sep
-        self._python = sysconfig.get_paths()["stdlib"] + os.sep
+        self._python = _standard_library()
 
     def of(self, eqn: Any, caller: Caller | None) -> Line:
         """Returns the user's line of an equation that stands inside `caller`.

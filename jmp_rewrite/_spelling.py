@@ -79,7 +79,7 @@ _ALIKE, _VERY_ALIKE = 0.6, 0.75
 
 
 def as_written(given: Any) -> Any:
-    """Returns what stands for a policy as it was written, or may be written.
+    """Returns a policy as the text or dtype by which it may be written.
 
     Another library's policy is its string, a dtype its name.
     """

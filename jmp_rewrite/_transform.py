@@ -226,7 +226,7 @@ class Decorated(NamedTuple):
 
 
 def undecorated(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Policy | None]:
-    """Returns what `mixed_precision` decorates, inside `jax.jit` too, and its policy.
+    """Returns the function under `mixed_precision`, `jax.jit` aside, and its policy.
 
     Anything else is returned as it is, with None.
     """

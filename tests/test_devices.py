@@ -11,6 +11,7 @@ from jmp_rewrite._devices import (
     DeviceCheck,
     auto_compute_dtype,
     check_devices,
+    default_device,
     fast_dtypes,
     has_bfloat16_flag,
 )
@@ -32,7 +33,7 @@ def device(platform, kind):
 
 @pytest.fixture(params=[True, False], ids=["with bfloat16", "without bfloat16"])
 def native(request, monkeypatch):
-    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: request.param)
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", str(int(request.param)))
     return request.param
 
 
@@ -88,14 +89,17 @@ def test_auto_takes_the_default_device(native):
         assert auto_compute_dtype() == expected
 
 
-def test_auto_asks_the_configured_device(monkeypatch):
-    asked = []
-    monkeypatch.setattr(_devices, "fast_dtypes", lambda d: asked.append(d) or ())
-    second = jax.local_devices()[1]
+def test_auto_asks_the_configured_device():
+    first, second = jax.local_devices()[:2]
+    assert default_device() == first
     with jax.default_device(second):
+        assert default_device() == second
+
+
+def test_the_environment_knows_the_cpu_better(monkeypatch):
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "yes")
+    with pytest.raises(ValueError, match="CPU_BFLOAT16 expected 0 or 1, got 'yes'"):
         auto_compute_dtype()
-    auto_compute_dtype()
-    assert asked == [second, jax.local_devices()[0]]
 
 
 def test_float16_is_fast_wherever_bfloat16_is_on_gpus_only():

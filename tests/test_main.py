@@ -1,11 +1,10 @@
 """The command line: the main job on tiny settings, what it shows, its errors."""
 
 import dataclasses
-import importlib.util
 import io
 import math
 import re
-import types
+import sys
 
 import jax
 import matplotlib.image
@@ -14,7 +13,6 @@ import pytest
 import rich.console
 
 import jmp_rewrite
-from jmp_rewrite import _devices
 from jmp_rewrite.__main__ import main
 from jmp_rewrite._demo import report, train
 from jmp_rewrite._passes import PASSES
@@ -178,15 +176,7 @@ def test_help_is_everywhere(command, capsys):
 
 @pytest.mark.parametrize("missing", ["sklearn", "matplotlib", "rich"])
 def test_missing_extras_are_one_line(missing, capsys, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "jmp_rewrite.__main__.importlib",
-        types.SimpleNamespace(
-            util=types.SimpleNamespace(
-                find_spec=lambda name: None if name == missing else find(name)
-            )
-        ),
-    )
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit) as stopped:
         main(TINY)
     printed = capsys.readouterr()
@@ -236,21 +226,21 @@ def test_devices_judges_the_policy(capsys):
 
 
 def test_devices_judges_both_half_types_where_auto_is_float32(capsys, monkeypatch):
-    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "0")
     main(["devices"])
     printed = capsys.readouterr().out
     assert printed.startswith("'auto' means float32 on this device (cpu), because")
     for dtype in ("bfloat16", "float16"):
         assert f"check (mixed_{dtype}): WARNING" in printed
         assert f"no instructions for {dtype} matrix multiplication" in printed
-    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "1")
     main(["devices"])
     assert "check (mixed_bfloat16): OK" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_table_says_why_half_is_slow(native, monkeypatch):
-    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: native)
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", str(int(native)))
     slow = "float16" if native else "bfloat16 or float16"
     note = report.slow_note(POLICIES)
     assert note.startswith(f"This CPU has no instructions for {slow} matrix mult")

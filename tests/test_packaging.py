@@ -92,7 +92,7 @@ def test_there_is_one_version(metadata):
     assert f"\nversion: {jmp_rewrite.__version__}\n" in citation
 
 
-def test_the_metadata_says_what_it_runs_on(metadata):
+def test_metadata_names_supported_versions(metadata):
     from trove_classifiers import classifiers
 
     assert set(metadata.get_all("Classifier")) <= classifiers

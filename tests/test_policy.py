@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 
-from jmp_rewrite import _policy
 from jmp_rewrite._policy import (
     Policy,
     as_policy,
@@ -73,8 +72,8 @@ def test_compute_dtype(given, dtype):
 def test_auto_asks_the_device_when_it_is_used(monkeypatch):
     policy = Policy("auto")
     assert policy.name == "auto"
-    for dtype, scale in (("float16", "dynamic"), ("bfloat16", None), ("float32", None)):
-        monkeypatch.setattr(_policy, "auto_compute_dtype", lambda d=dtype: jnp.dtype(d))
+    for has_bfloat16, dtype, scale in (("1", "bfloat16", None), ("0", "float32", None)):
+        monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", has_bfloat16)
         assert policy.compute_dtype == dtype
         assert policy.loss_scale == scale
         assert policy.table() == default_rules(dtype)

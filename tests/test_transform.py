@@ -17,8 +17,6 @@ from jax.extend import source_info_util
 
 from jmp_rewrite import (
     Policy,
-    _policy,
-    _transform,
     diagnose,
     explain,
     full_precision,
@@ -87,13 +85,9 @@ def test_bare_decorator_takes_the_default_policy():
 
 
 def test_auto(monkeypatch):
-    monkeypatch.setattr(
-        "jmp_rewrite._policy.auto_compute_dtype", lambda: np.dtype("f2")
-    )
-    assert halves(mixed_precision("auto")(f), X, W) == ["float16"] * 2
-    monkeypatch.setattr(
-        "jmp_rewrite._policy.auto_compute_dtype", lambda: np.dtype("f4")
-    )
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "1")
+    assert halves(mixed_precision("auto")(f), X, W) == ["bfloat16"] * 2
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "0")
     policy = Policy("auto", scopes={".": "half"})
     assert halves(mixed_precision(policy)(f), X, W) == ["float32"] * 2
 
@@ -197,17 +191,18 @@ def test_a_result_in_place_of_a_function(wrong, what):
         mixed_precision(wrong, "mixed_bfloat16")
 
 
-def test_auto_that_is_float32_is_logged_once(monkeypatch, caplog):
-    _transform._log_auto.cache_clear()
-    monkeypatch.setattr(_policy, "auto_compute_dtype", lambda: np.dtype("float32"))
-    monkeypatch.setattr(_transform, "why_auto_is_float32", lambda: "because")
-    for _ in range(2):
-        mixed_precision(f)(X, W)
-    (record,) = caplog.records
-    assert "because: nothing runs in half" in record.message
-    with caplog.at_level("WARNING"):
-        mixed_precision(f, "float32")(X, W)
-    assert len(caplog.records) == 1
+def test_auto_that_is_float32_is_logged_once(run_python, monkeypatch):
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "0")
+    ran = run_python(
+        "-c",
+        "import numpy as np; from jmp_rewrite import mixed_precision; "
+        "x = np.ones((2, 2), 'f'); mixed_precision(abs, 'float32')(x); print('then'); "
+        "mixed_precision(abs)(x); mixed_precision(abs)(x)",
+    )
+    assert ran.returncode == 0, ran.stderr
+    (line,) = ran.stderr.splitlines()
+    assert "'auto' means float32 on this device (cpu)" in line
+    assert "nothing runs in half precision" in line
 
 
 def test_two_policies():
@@ -225,7 +220,7 @@ def test_unknown_policy(wrong):
 # ---- arguments and results
 
 
-def test_what_is_no_array_passes_through():
+def test_non_arrays_pass_through():
     seen = []
 
     def g(params, fun, name, *, flag, number, nothing=None):
@@ -431,7 +426,7 @@ def test_closures_are_read_at_each_call():
     np.testing.assert_allclose(batch[0], a, rtol=1e-2)
 
 
-def test_tracing_a_fresh_one_sees_what_changed():
+def test_a_fresh_trace_sees_changed_globals():
     box = {"w": W}
 
     def g(x):
@@ -563,7 +558,7 @@ def test_a_function_that_cannot_be_traced():
         lambda x: jnp.ones(x.astype(int)[0, 0]),
     ],
 )
-def test_raises_what_jit_raises(fun):
+def test_errors_are_those_of_jit(fun):
     ours = raised(mixed_precision(fun, "mixed_bfloat16"), X)
     theirs = raised(jax.jit(fun), X)
     assert type(ours) is type(theirs)
@@ -732,7 +727,7 @@ def test_equations_keep_their_lines_and_scopes_where_they_are_copied():
         assert stack.startswith("outside/jmp_rewrite.mixed_precision")
 
 
-def test_what_a_jitted_function_captured_is_read_where_equations_are_copied():
+def test_captured_arrays_of_a_jitted_function_are_read():
     table = np.arange(8, dtype=np.float32).reshape(2, 4)
 
     def looked_up(x, w):

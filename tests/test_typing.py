@@ -61,5 +61,5 @@ def said_by_pyright(tmp_path):
     "checker",
     [said_by_mypy, pytest.param(said_by_pyright, marks=pytest.mark.slow)],
 )
-def test_what_type_checkers_say(checker, tmp_path):
+def test_type_checkers_accept_uses_and_refuse_misuses(checker, tmp_path):
     assert dict(checker(tmp_path)) == expected()

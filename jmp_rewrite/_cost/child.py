@@ -15,6 +15,7 @@ import pathlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 # What a TPU compiler asks of a machine without TPUs, and that several may run at once
@@ -33,26 +34,10 @@ ENVIRONMENT = {
 _NICE = 5
 
 
-def main(folder: pathlib.Path) -> None:
-    """Compiles what a folder has, and writes what the compiler said into it."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.nice(_NICE)
-    request = json.loads((folder / "request.json").read_text())
-    try:
-        answer, text = _compile(request, (folder / "module").read_bytes())
-    except Exception as error:
-        answer, text = {"error": f"{type(error).__name__}: {error}"}, ""
-    with gzip.open(folder / "program.gz", "wt", compresslevel=3) as file:
-        file.write(text)
-    (folder / "answer.json").write_text(json.dumps(answer))
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()  # until the parent closes it, or is no more
-    os._exit(1)
-
-
-def _compile(request: dict[str, Any], module: bytes) -> tuple[dict[str, Any], str]:
+def compile_module(
+    request: dict[str, Any], module: bytes
+) -> tuple[dict[str, Any], str]:
+    """Compiles a module as a request says; returns the answer and the program."""
     from jmp_rewrite import _compat
 
     devices = _devices(request)
@@ -73,6 +58,25 @@ def _compile(request: dict[str, Any], module: bytes) -> tuple[dict[str, Any], st
         "accessed": (analysis or {}).get("bytes accessed"),
         "seconds": seconds,
     }, text
+
+
+def main(folder: pathlib.Path, compiled: Callable[..., Any] = compile_module) -> None:
+    """Compiles what a folder has, and writes what the compiler said into it."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(_NICE)
+    request = json.loads((folder / "request.json").read_text())
+    try:
+        answer, text = compiled(request, (folder / "module").read_bytes())
+    except Exception as error:
+        answer, text = {"error": f"{type(error).__name__}: {error}"}, ""
+    with gzip.open(folder / "program.gz", "wt", compresslevel=3) as file:
+        file.write(text)
+    (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()  # until the parent closes it, or is no more
+    os._exit(1)
 
 
 def _devices(request: dict[str, Any]) -> list[Any]:

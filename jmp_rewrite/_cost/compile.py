@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import contextvars
 import gzip
 import json
 import os
@@ -29,7 +30,6 @@ from jmp_rewrite._cost.store import Compiled
 _AT_ONCE = 4
 # What changes a compiler's output beside the program.
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_COMMAND = (sys.executable, "-m", "jmp_rewrite._cost.child")
 _ROOT = str(pathlib.Path(__file__).parents[2])
 
 
@@ -113,13 +113,13 @@ def compile_jobs(
     Returns:
       A result for each. One that was not compiled has the reason as "error".
     """
-    children = Children()
+    children, run = Children(), _RUN.get()
     at_once = max(1, min(_AT_ONCE, (os.cpu_count() or 2) // 2))
     names = [job.name for job in jobs]
     pool = concurrent.futures.ThreadPoolExecutor(at_once)
     try:
         by_name = {
-            name: pool.submit(_compile, name, job, time_limit, children, fresh)
+            name: pool.submit(_compile, run, name, job, time_limit, children, fresh)
             for name, job in zip(names, jobs, strict=True)
         }
         results = []
@@ -133,13 +133,18 @@ def compile_jobs(
 
 
 def _compile(
-    name: str, job: Job, time_limit: float, children: Children, fresh: bool
+    run: Run,
+    name: str,
+    job: Job,
+    time_limit: float,
+    children: Children,
+    fresh: bool,
 ) -> Compiled:
     found = None if fresh else store.load(name)
     if found is not None:
         return found
     with tempfile.TemporaryDirectory(prefix="jmp_rewrite-") as folder:
-        found = _in_child(pathlib.Path(folder), job, time_limit, children)
+        found = run(pathlib.Path(folder), job, time_limit, children)
     if "error" not in found.answer or is_too_large(found.answer):
         store.save(name, found)
     return found
@@ -150,15 +155,28 @@ def is_too_large(answer: dict[str, Any]) -> bool:
     return "RESOURCE_EXHAUSTED" in answer.get("error", "")
 
 
-def _in_child(
-    folder: pathlib.Path, job: Job, time_limit: float, children: Children
+def in_child(
+    folder: pathlib.Path,
+    job: Job,
+    time_limit: float,
+    children: Children,
+    command: Sequence[str] = (sys.executable, "-m", "jmp_rewrite._cost.child"),
 ) -> Compiled:
+    """Compiles a program in a process of its own.
+
+    Args:
+      folder: an empty one, for what the two say to each other.
+      job: the program.
+      time_limit: seconds after which the process is killed.
+      children: those that run now.
+      command: what runs there, before the folder's name.
+    """
     (folder / "module").write_bytes(job.lowered.module)
     (folder / "request.json").write_text(json.dumps(_request(job)))
     with (
         open(folder / "printed", "wb") as printed,
         children.started(
-            [*_COMMAND, str(folder)],
+            [*command, str(folder)],
             stdin=subprocess.PIPE,
             stdout=printed,
             stderr=printed,
@@ -176,6 +194,20 @@ def _in_child(
         return Compiled("", {"error": _how_it_ended(process, folder / "printed")})
     with gzip.open(folder / "program.gz", "rt") as file:
         return Compiled(file.read(), json.loads(answer.read_text()))
+
+
+Run = Callable[[pathlib.Path, Job, float, Children], Compiled]
+_RUN: contextvars.ContextVar[Run] = contextvars.ContextVar("run", default=in_child)
+
+
+@contextlib.contextmanager
+def compiled_by(run: Run) -> Iterator[None]:
+    """Compiles with another function than `in_child`, of the same arguments."""
+    token = _RUN.set(run)
+    try:
+        yield
+    finally:
+        _RUN.reset(token)
 
 
 def _request(job: Job) -> dict[str, Any]:

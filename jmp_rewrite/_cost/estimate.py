@@ -140,7 +140,7 @@ def _accessed(answer: dict[str, Any], module: hlo.Module, target: Target) -> int
 
 
 def _largest(module: hlo.Module) -> list[Buffer]:
-    """Returns what is alive at the peak, where the compiler knows the user's line."""
+    """Returns the buffers alive at the peak whose line the compiler knows."""
     known = [b for b in liveness.peak(module).buffers if module.source(b.instruction)]
     held = sorted(known, key=lambda b: -b.array.padded)
     return [

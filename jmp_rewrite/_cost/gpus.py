@@ -58,7 +58,7 @@ device_description_str: "{description}"
 
 @functools.cache
 def facts() -> dict[str, dict[str, Any]]:
-    """Returns what is known of each GPU, by its name."""
+    """Returns the description of each GPU, by its name."""
     file = importlib.resources.files("jmp_rewrite._cost").joinpath("gpus.toml")
     return tomllib.loads(file.read_text(encoding="utf-8"))
 

@@ -48,7 +48,7 @@ def key(*parts: str) -> str:
 
 
 def load(name: str) -> Compiled | None:
-    """Returns what is kept under a name, or None."""
+    """Returns the entry of a name, or None."""
     path = folder() / name
     try:
         answer = json.loads(path.with_suffix(".json").read_text())

@@ -39,7 +39,7 @@ def render(cost: Any) -> str:
 
 
 def title(cost: Any) -> str:
-    """Returns what stands above the table."""
+    """Returns the lines above the table."""
     return f"{cost.name}: what compilers estimate, nothing was run"
 
 

@@ -230,7 +230,7 @@ def _is_amplifier(finding: Finding) -> bool:
 
 
 def rounded_before(finding: Finding, findings: Sequence[Finding]) -> Finding | None:
-    """Returns what has rounded the value that brings most error to a finding.
+    """Returns the rounding that brings most error to a finding.
 
     What only hands the error on, a quotient by a temperature for example, is passed. A
     product has had its operands rounded, whatever it adds itself.

@@ -95,7 +95,7 @@ class Body:
         )
 
     def reader(self, var: Any) -> tuple[Any, ...] | None:
-        """Returns what reads a variable first: an equation, after those that hold it.
+        """Returns the first reader of a variable: an equation, behind its holders.
 
         None if the jaxpr hands it on.
         """

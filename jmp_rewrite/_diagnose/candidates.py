@@ -45,7 +45,7 @@ def candidates(
     paths: Sequence[str | None],
     rules: Iterable[str],
 ) -> list[Override]:
-    """Returns what may be overridden, the most promising first.
+    """Returns the possible overrides, the most promising first.
 
     Args:
       findings: in program order.

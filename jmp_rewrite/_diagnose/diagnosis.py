@@ -199,7 +199,7 @@ class Diagnosis:
         return ""
 
     def why(self, finding: Finding) -> str:
-        """Returns what happened at one of `equations`, as a sentence."""
+        """Returns a sentence on one of `equations`."""
         return sentence(finding, self.in_order)
 
     def plot(self) -> Any:

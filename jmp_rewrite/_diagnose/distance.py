@@ -198,7 +198,7 @@ def _shift(value: Any, reference: Any, where: Any, xp: Any) -> Any:
 def _appeared(
     error: Any, inherited: Sequence[Any], brought: Sequence[Any], xp: Any
 ) -> Any:
-    """Returns what of an error the operands do not explain.
+    """Returns the part of an error that the operands do not explain.
 
     A term of a sum explains what it brings and no more: it may be all noise, and small.
     """
@@ -237,7 +237,7 @@ def _fetch(x: Any) -> np.ndarray:
 
 
 def _held_against(arrays: Measured, number: int) -> list[Any]:
-    """Returns what one result is held against: the reference, and what is exact."""
+    """Returns the reference of one result, and its exact value."""
     return [arrays.references[number], *arrays.exact[number : number + 1]]
 
 

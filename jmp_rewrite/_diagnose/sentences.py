@@ -17,7 +17,7 @@ _AMPLIFIED = 4.0
 
 
 def sentence(finding: Finding, findings: Sequence[Finding]) -> str:
-    """Returns what happened at one equation.
+    """Returns a sentence on one equation.
 
     Args:
       finding: the finding.
@@ -59,7 +59,7 @@ def sentence(finding: Finding, findings: Sequence[Finding]) -> str:
 
 
 def _subject(finding: Finding, findings: Sequence[Finding]) -> str:
-    """Returns what a finding is about: an equation, or a cast of its result."""
+    """Returns the subject of a finding: an equation, or a cast of its result."""
     if finding.kind != "cast":
         return finding.primitive
     origin = findings[finding.of] if finding.of >= 0 else finding
@@ -93,6 +93,6 @@ def _least(finding: Finding) -> str:
 
 
 def _at(finding: Finding) -> str:
-    """Returns what a finding is about, with its line."""
+    """Returns the subject of a finding, with its line."""
     line = finding.line
     return f"{finding.primitive} at {line}" if line.file else finding.primitive

@@ -30,16 +30,10 @@ from jmp_rewrite._diagnose.pair import ZERO, Pair, terms
 from jmp_rewrite._diagnose.rows import Frame, Row
 from jmp_rewrite._graph import TOP, Place, inner_place
 from jmp_rewrite._passes import CASTS
-from jmp_rewrite._rules import PRODUCTS, held_jaxprs
+from jmp_rewrite._rules import MOVES, PRODUCTS, VIEWS, held_jaxprs
 from jmp_rewrite._source import Caller
 
-# What these return has the numbers of their operand, and so its error.
-_MOVES = frozenset(
-    "broadcast_in_dim copy copy_p expand_dims name pvary reshape rev "
-    "sharding_constraint squeeze stop_gradient transpose".split()
-)
-
-
+_SAME_NUMBERS = MOVES | VIEWS
 # A loop of so many iterations runs equation by equation. Compiling one with all that is
 # counted took as long as 100 iterations of it (an Adam step of 150 equations, 2 cores).
 FEW = 64
@@ -256,8 +250,9 @@ class Shadow:
             shadows = outs
         else:
             shadows = in_float32(eqn, [p.shadow for p in operands])
-        if eqn.primitive.name in _MOVES and len(operands) == 1 and not step.rounding:
-            (pair,) = operands
+        is_move = eqn.primitive.name in _SAME_NUMBERS and step.rounding is None
+        if is_move and len(operands) == len(outs) == 1:
+            (pair,) = operands  # of the same error
             return [Pair(outs[0], shadows[0], pair.error, pair.row)]
         exact: list[Any] = []
         if step.rounding is not None:

@@ -95,17 +95,17 @@ class Carry:
         self.start = [state_of(e, p) for p in pairs]
 
     def enter(self, states: Sequence[State]) -> list[Pair]:
-        """Returns what an iteration receives as pairs."""
+        """Returns the carries that an iteration receives, as pairs."""
         return [Pair(*s, row) for s, row in zip(states, self._rows, strict=True)]
 
     def leave(self, pairs: Sequence[Pair]) -> list[State]:
-        """Returns what an iteration hands on."""
+        """Returns the carries of an iteration."""
         for row, pair in zip(self._rows, pairs, strict=True):
             self._e.rows[row].carried = pair.row
         return [state_of(self._e, p) for p in pairs]
 
     def results(self, states: Sequence[State]) -> list[Pair]:
-        """Returns what the last iteration handed on."""
+        """Returns the carries of the last iteration."""
         carried = [self._e.rows[row].carried for row in self._rows]
         return [Pair(*s, row) for s, row in zip(states, carried, strict=True)]
 
@@ -131,7 +131,7 @@ class Traced:
         return tree_util.tree_unflatten(self._tree, flat)
 
     def nothing(self, loops: int = 0) -> Any:
-        """Returns what is counted before the first of so many loops around."""
+        """Returns the counts before the first of so many loops around."""
         n = len(self._rows)
         counts = jnp.zeros((n, WIDTH), np.float32)
         where = jnp.full((n, self._depth + loops), -1, np.int32)

@@ -44,7 +44,7 @@ def text(d: Any) -> str:
 
 
 def summary(d: Any) -> list[str]:
-    """Returns what there is to say, a line each."""
+    """Returns the lines of the report."""
     verdict = "within" if d.error <= d.tolerance else "above"
     path, error = max(d.results.items(), key=lambda r: r[1], default=("", 0.0))
     judged = "other results" if d.is_spoilt else "results"

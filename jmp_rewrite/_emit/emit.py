@@ -259,7 +259,7 @@ class Emitter:
         return self.read_full(cell, aval)
 
     def passed(self, cell: Cell, demand: int) -> Any:
-        """Returns what is passed to a body: the value, or its half copy.
+        """Returns the operand of a body: the value, or its half copy.
 
         A value that is only read in half inside is cast outside, once for all bodies
         and iterations, unless gradients of those reads have yet to be added up.

@@ -15,22 +15,16 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite._graph import FLOAT32, Graph, Node, Value, is_float32
-from jmp_rewrite._rules import COPIES, PRODUCTS
+from jmp_rewrite._rules import PRODUCTS, SELECTS
 
-# The elements of a result are elements of the float32 operands.
-_MOVES = COPIES | {
-    "convert_element_type",
-    "dynamic_update_slice",
-    "scatter",
-    "select_n",
-}
+_CAST = "convert_element_type"
 _JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
 # A value is told by its node; an argument and a result of the program are nodes, too.
 RETURNED = None
 
 
 def argument(number: int) -> int:
-    """Returns what stands for an argument in place of a node."""
+    """Returns the number of an argument in place of a node's."""
     return -1 - number
 
 
@@ -45,7 +39,7 @@ def is_cast(node: Node, half: np.dtype) -> bool:
     """Whether a node rounds a float32 value to half."""
     return (
         node.eqn is not None
-        and node.eqn.primitive.name == "convert_element_type"
+        and node.eqn.primitive.name == _CAST
         and node.eqn.params["new_dtype"] == half
         and bool(node.inputs)
     )
@@ -53,7 +47,7 @@ def is_cast(node: Node, half: np.dtype) -> bool:
 
 def is_widened(node: Node, half: np.dtype) -> bool:
     """Whether a node makes float32 of a half value, which rounding gives back."""
-    if node.eqn is None or node.eqn.primitive.name != "convert_element_type":
+    if node.eqn is None or node.eqn.primitive.name != _CAST:
         return False
     return bool(node.eqn.invars[0].aval.dtype == half)
 
@@ -85,7 +79,7 @@ class Roundings:
                 if eqn is None:
                     return False
                 name = eqn.primitive.name
-                if name in _MOVES - {"convert_element_type"}:
+                if name in SELECTS:
                     stack += eqn.outvars
                 elif name not in PRODUCTS and name != "custom_jvp_call":
                     return False
@@ -102,7 +96,7 @@ def is_move(node: Node, half: np.dtype) -> bool:
     if node.name in _JOINTS:
         return True
     name = node.eqn.primitive.name
-    if name not in _MOVES or not node.avals or node.mixed:
+    if name not in SELECTS | {_CAST} or not node.avals or node.mixed:
         return False
     if name == "scatter" and node.eqn.params.get("update_jaxpr") is not None:
         return False
@@ -185,7 +179,7 @@ class Unrounded:
     def _moves(self, node: int) -> bool:
         """Whether a node hands its operands on as they are."""
         made = self._graph.nodes[node]
-        return made.name in _JOINTS or made.eqn.primitive.name in _MOVES
+        return made.name in _JOINTS or made.eqn.primitive.name in SELECTS | {_CAST}
 
     def __contains__(self, source: int | None) -> bool:
         return source is None or source in self.readers

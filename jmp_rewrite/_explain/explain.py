@@ -82,7 +82,7 @@ _JITTED = frozenset({"PjitFunction", "_JitWrapper", "JitWrapped"})
 
 
 def _decorated(fun: Any) -> _transform.Decorated | None:
-    """Returns what `mixed_precision` was given, if it has made `fun`."""
+    """Returns the arguments of `mixed_precision`, if it has made `fun`."""
     if type(fun).__name__ in _JITTED:
         fun = getattr(fun, "__wrapped__", fun)
     found = getattr(fun, "decorated", None)

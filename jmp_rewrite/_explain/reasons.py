@@ -61,7 +61,7 @@ class Verdicts:
         self._line_of = line_of
 
     def of(self, index: int) -> Verdict:
-        """Returns what was decided for a node, and why."""
+        """Returns the decision for a node, and its reason."""
         category = self._plan.pins.categories[index]
         name = UNKNOWN if category is None else category.value
         label = self._plan.labels[index]

@@ -361,7 +361,7 @@ class Report:
     # ---- shown
 
     def text(self, *, equations: bool = True) -> str:
-        """Returns what `print` shows.
+        """Returns the text that `print` shows.
 
         Args:
           equations: whether to list all equations behind the summary. Of a large model

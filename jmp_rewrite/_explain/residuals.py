@@ -130,7 +130,7 @@ class _Origins:
         self._numbers: set[Any] = set()
 
     def read(self, eqn: Any) -> list[Any]:
-        """Returns what an equation reads, each value seen through its views."""
+        """Returns the operands of an equation, each seen through its views."""
         return [self._views.get(v, v) for v in operands(eqn)]
 
     def follow(self, eqn: Any) -> None:
@@ -186,7 +186,7 @@ class _Origins:
                 self._copies[var] = self._views.get(given, given)
 
     def source(self, value: Any) -> Any:
-        """Returns what a value is a copy of, through all copies."""
+        """Returns the source of a value, through all copies."""
         value = self._views.get(value, value)
         while value in self._copies:
             value = self._copies[value]

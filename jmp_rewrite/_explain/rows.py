@@ -236,7 +236,7 @@ def names_layer(path: str) -> bool:
 
 
 def _layer(path: str, parameter: str, line: Line) -> str:
-    """Returns what a reader calls the place: scopes that name no layer are left out."""
+    """Returns a readable path: scopes that name no layer are left out."""
     if names_layer(path):
         names = [p for p in path.split("/") if p and not _is_anonymous(p)]
         # Flax names the model again inside of what it lifts.

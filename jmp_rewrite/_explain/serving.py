@@ -37,7 +37,7 @@ class Serving(NamedTuple):
 
 
 def serving(plan: Plan, weights: int) -> Serving:
-    """Returns what a forward function holds from call to call.
+    """Returns the weights and caches of a forward function.
 
     Args:
       plan: of the function.

@@ -77,7 +77,7 @@ class _Model:
         self._seen: set[int] = set()
 
     def given(self, body: Any) -> list[_Value]:
-        """Returns what a jaxpr is given, all of it in memory."""
+        """Returns the parameters of a jaxpr, all of them in memory."""
         return [self._add(v, ends=True) for v in body.invars]
 
     def run(self, body: Any, given: Sequence[_Value]) -> list[_Value | None]:
@@ -154,7 +154,7 @@ def _is_costly(eqn: Any, reads: Sequence[_Value]) -> bool:
 
 
 def _sources(variable: Any, reads: Sequence[_Value]) -> set[_Value]:
-    """Returns what has to be read to compute a value again.
+    """Returns the stored values from which a value is recomputed.
 
     Values that are much smaller do not count, a norm's statistics for example.
     """

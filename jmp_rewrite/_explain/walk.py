@@ -324,7 +324,7 @@ class _Step(NamedTuple):
 
 
 def _name(eqn: Any) -> str:
-    """Returns what a reader calls an equation: of a `jit`, the function."""
+    """Returns a readable name of an equation: of a `jit`, the function's."""
     name = eqn.primitive.name
     return str(eqn.params.get("name", name)) if name == "jit" else name
 

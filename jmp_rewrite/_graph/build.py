@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend import source_info_util
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.distinct import (
@@ -34,6 +33,7 @@ from jmp_rewrite._graph.nodes import (
 )
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
 from jmp_rewrite._rules import LANES, LEFT_ALONE, MOVES_NUMBER, held_jaxprs
+from jmp_rewrite._source import where
 
 # Larger constants are not searched for values that half precision cannot hold (they
 # are treated like arguments); 2**22 elements are 16 MiB.
@@ -121,7 +121,7 @@ class Builder:
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
     def sharing_key(self, jaxpr: Any, place: Place) -> Any:
-        """Returns what uses of a body are analysed together; None if each is alone."""
+        """Returns the key of uses of a body that are analysed as one; None if alone."""
         if id(jaxpr) not in self._often:
             return None
         return id(jaxpr), place if self._by_path else place._replace(path="")
@@ -223,7 +223,8 @@ class Builder:
         else:
             why = "a rule denies it" if holds else LEFT_ALONE.get(name)
             if why and not here.rewritten and reads_float32(eqn):
-                self.opaque.append(Opaque(eqn, here, why, self._where(eqn)))
+                line = where(eqn, *reversed(self._calls))
+                self.opaque.append(Opaque(eqn, here, why, line))
             nodes, results = self._leaf(eqn, env, here, trips)
             instance.nodes.append(nodes)
             if not isinstance(nodes, tuple):
@@ -231,13 +232,6 @@ class Builder:
         for var, value in zip(eqn.outvars, results, strict=True):
             if value is not None:
                 env[var] = value
-
-    def _where(self, eqn: Any) -> str:
-        """Returns the innermost source line that is known; JAX's own have none."""
-        for caller in (eqn, *reversed(self._calls)):
-            if line := source_info_util.summarize(caller.source_info):
-                return line
-        return "an unknown line"
 
     def _leaf(
         self, eqn: Any, env: dict[Any, Value], place: Place, trips: int
@@ -446,7 +440,7 @@ def _known_index(aval: Any, constant: Any) -> Value | None:
 def _not_float32(
     eqn: Any, operands: Sequence[Value | None], number: Any
 ) -> list[Value | None]:
-    """Returns what is known of results as if none were float32."""
+    """Returns the results' values as if none were float32."""
     avals = [v.aval for v in eqn.outvars]
     if number is not None:
         return [Value(aval, constant=number) for aval in avals]

@@ -25,7 +25,13 @@ from jax.extend import core as jex
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.build import shared_jaxprs
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
-from jmp_rewrite._rules import LEFT_ALONE, PRODUCTS, held_jaxprs, held_parameters
+from jmp_rewrite._rules import (
+    IDENTITIES,
+    LEFT_ALONE,
+    PRODUCTS,
+    held_jaxprs,
+    held_parameters,
+)
 
 # Calls that are looked into.
 _TRANSPARENT = frozenset(
@@ -39,8 +45,6 @@ _TRANSPARENT = frozenset(
         "jit",
     }
 )
-# The results of these are their operands.
-_SAME = frozenset({"copy", "copy_p", "stop_gradient"})
 # A barrier keeps apart what a user wants apart.
 _APART = frozenset({"optimization_barrier", *LEFT_ALONE})
 
@@ -201,7 +205,7 @@ class _Numbers:
         atoms, numbers = [a for a, _ in read], tuple(n for _, n in read)
         name = eqn.primitive.name
         is_made = name in PRODUCTS or any(n in self._made for n in numbers)
-        if name in _SAME and len(numbers) == 1:
+        if name in IDENTITIES and len(numbers) == 1:
             outs = self._write(eqn, atoms, calls, stack)
             return [(v, numbers[0]) for v in outs]
         key = None if place.rewritten else self._key(eqn, numbers, place)
@@ -225,7 +229,7 @@ class _Numbers:
         return list(zip(outs, new, strict=True))
 
     def _key(self, eqn: Any, numbers: tuple[Any, ...], place: Place) -> Any:
-        """Returns what equal equations have in common; None if there are none."""
+        """Returns the key of equal equations; None if there are none."""
         if eqn.primitive.name in _APART or held_jaxprs(eqn) or eqn.effects:
             return None
         if any(_compat.is_reference(v.aval) for v in [*eqn.invars, *eqn.outvars]):
@@ -296,7 +300,7 @@ class _Products:
         for eqn in eqns:
             reads = [self._read(env, v) for v in eqn.invars]
             name = eqn.primitive.name
-            if name in _SAME:
+            if name in IDENTITIES:
                 outs = reads
             elif _is_open_call(eqn):
                 (jaxpr,) = held_jaxprs(eqn)

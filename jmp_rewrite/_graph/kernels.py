@@ -26,8 +26,6 @@ from jmp_rewrite._graph.nodes import (
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._rules import COPIES, LEFT_ALONE, RULES, held_parameters, opaque_reason
 
-# Behind these a kernel's result is still one, and an operand is still a cast value.
-_MOVES = COPIES
 # The transposes of what moves an operand: they add up a kernel's cotangents.
 _ADDS_COTANGENTS = frozenset({"add_any", "reduce_sum"})
 
@@ -111,7 +109,8 @@ class Kernels:
             if node is not None:
                 self._nodes[node].through = made_of
                 made_of |= {node}
-        moves = _MOVES | _ADDS_COTANGENTS if place.backward else _MOVES
+        # Behind these a kernel's result is still one, an operand still a cast value.
+        moves = COPIES | _ADDS_COTANGENTS if place.backward else COPIES
         is_move = eqn.primitive.name in moves and bool(known)
         is_moved = is_move and all(k.is_moved for k in known)
         is_result = is_kernel or (is_move and all(k.is_result for k in known))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -370,13 +370,23 @@ def _elements(shape: tuple[Any, ...]) -> int:
     return math.prod(d if isinstance(d, int) else _SYMBOLIC for d in shape)
 
 
-def reached(starts: Iterable[int], edges: Sequence[Sequence[int]]) -> set[int]:
-    """Returns the nodes that edges lead to from these, and these."""
+def reached(
+    starts: Iterable[int],
+    edges: Sequence[Sequence[int]],
+    enters: Callable[[int], bool] | None = None,
+) -> set[int]:
+    """Returns these nodes, and those that edges lead to from them.
+
+    Args:
+      starts: where to begin.
+      edges: node -> the next ones.
+      enters: whether a path goes on through a node; None for all nodes.
+    """
     found = set(starts)
     stack = list(found)
     while stack:
         for node in edges[stack.pop()]:
-            if node not in found:
+            if node not in found and (enters is None or enters(node)):
                 found.add(node)
                 stack.append(node)
     return found

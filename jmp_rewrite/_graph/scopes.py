@@ -200,7 +200,7 @@ class _Same:
 
 
 @functools.lru_cache(maxsize=64)
-def _settled(policy: _Same) -> set[str]:
+def _matched_before(policy: _Same) -> set[str]:
     """Returns the patterns that matched something, or that were reported, until now."""
     return set()
 
@@ -215,9 +215,9 @@ def report_unused(policy: Policy, used: frozenset[str]) -> None:
     """
     if not policy.scopes:
         return
-    settled = _settled(_Same(policy))
-    unused = [p for p in policy.scopes if p not in used and p not in settled]
-    settled.update(policy.scopes)
+    known = _matched_before(_Same(policy))
+    unused = [p for p in policy.scopes if p not in used and p not in known]
+    known.update(policy.scopes)
     for pattern in unused:
         warnings.warn(
             f"expected the pattern {pattern!r} of scopes to be in a name scope or "

@@ -9,7 +9,6 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 import jax
 import numpy as np
 from jax import tree_util
-from jax.extend import source_info_util
 
 from jmp_rewrite import _compat, _rewrite, _transform
 from jmp_rewrite._arguments import (
@@ -38,6 +37,7 @@ from jmp_rewrite._inference.places import (
 )
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import Plan
+from jmp_rewrite._source import where
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -427,9 +427,8 @@ class _Reasons:
         if eqn is None:
             is_state = self._program.leaves[leaf].kind == STATE
             return "it is returned" + (" by another result" if is_state else "")
-        where = source_info_util.summarize(eqn.source_info)
         key = (eqn.primitive.name, id(eqn.source_info.traceback))
         why = (self._why.get(key) or "").removeprefix("full: ")
-        return f"{eqn.primitive.name} reads it unrounded at {where}" + (
+        return f"{eqn.primitive.name} reads it unrounded at {where(eqn)}" + (
             f" ({why})" if why else ""
         )

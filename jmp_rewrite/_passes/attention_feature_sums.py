@@ -16,9 +16,10 @@ from jmp_rewrite._passes.by_device import LANES, TPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, is_float32, is_half_product
 from jmp_rewrite._passes.program import CASTS, ROUNDING
+from jmp_rewrite._rules import IDENTITIES
 
 # These change nothing but the order of dimensions, and how a value is rounded.
-_SAME = frozenset({"copy", "name", "stop_gradient", *CASTS})
+_SAME = IDENTITIES | CASTS | {"name"}
 # A name for each dimension: those of what is summed up count from 0, those of features
 # follow, and those that are not known yet are negative.
 _Names = tuple[int, ...]
@@ -422,7 +423,7 @@ def _operand_names(eqn: Any, names: _Names, features: _Names) -> list[_Names]:
 
 
 def _same_factors(given: list[_Factor], wanted: list[_Factor]) -> dict[int, int] | None:
-    """Returns what unknown names are if both are the same factors; None if not."""
+    """Returns the unknown names if both are the same factors; None if not."""
     if len(given) != len(wanted):
         return None
     known: dict[int, int] = {}

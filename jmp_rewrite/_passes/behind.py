@@ -180,8 +180,9 @@ class _Behind:
     def _emit(
         self, like: Any, fun: Callable[..., Sequence[Any]], operands: Sequence[Any]
     ) -> list[Any]:
-        with like.ctx.manager:
-            closed = jax.make_jaxpr(fun)(*(v.aval for v in operands))
+        avals = [v.aval for v in operands]
+        with _compat.place_of(like, avals):
+            closed = jax.make_jaxpr(fun)(*avals)
         eqns, outs = inlined(closed, operands, like)
         self._eqns += eqns
         return outs

@@ -88,7 +88,7 @@ class Branch(NamedTuple):
 
 
 def device_of(name: str) -> tuple[str, ...]:
-    """Returns what a device is, as `Where.devices` names it.
+    """Returns the platform and generation of a device, as `Where.devices` names them.
 
     Raises:
       ValueError: for an unknown device.

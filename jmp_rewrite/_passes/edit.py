@@ -250,12 +250,12 @@ class _Edits:
         return any(vars(self).values())
 
     def touched(self) -> set[int]:
-        """Returns the equations that something is to become of, or beside."""
+        """Returns the indices of the equations that edits touch."""
         own = {index for index, _ in self.operands if index >= 0}
         return own.union(self.before, self.after, self.instead, self.params)
 
     def instead_of(self, atom: Any) -> Any:
-        """Returns what all read, new equations as well, in place of what is gone."""
+        """Returns the variable that stands in place of one that is gone."""
         while not isinstance(atom, jex.Literal) and atom in self.gone:
             atom = self.gone[atom]
         return atom
@@ -338,7 +338,7 @@ class Editor:
     # ---- what the name stack says
 
     def marks(self, body: Body, index: int) -> frozenset[Marks]:
-        """Returns what is said of an equation, by each way in which it is reached."""
+        """Returns the marks of an equation, by each way in which it is reached."""
         stack = body.eqns[index].source_info.name_stack
         key = id(body), id(stack)
         if key not in self._said:  # kept with it, or its number is used again
@@ -494,7 +494,7 @@ class Editor:
         avals = tuple(v.aval for v in operands)
         key = (fun, avals, tuple(static.items()))
         if key not in self._traced:
-            with like.ctx.manager:
+            with _compat.place_of(like, avals):
                 self._traced[key] = _tracer(fun, key[2])(*avals)
         closed = self._traced[key]
         body = _compat.open_jaxpr(closed)
@@ -611,7 +611,7 @@ def _in_place_of(old: Any, made: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _tracer(fun: Callable[..., Any], static: tuple[Any, ...]) -> Callable[..., Any]:
-    """Returns what traces a function: one object, so that JAX's caches know it."""
+    """Returns a tracer of a function: one object, so that JAX's caches know it."""
 
     def flat(*values: Any) -> Any:
         return fun(*values, **dict(static))
@@ -650,7 +650,7 @@ def _marks(elements: tuple[Any, ...]) -> Marks:
 
 @functools.lru_cache(maxsize=1024)
 def _under(outer: frozenset[Marks], own: Marks) -> frozenset[Marks]:
-    """Returns what is said of an equation, and of what it is reached through."""
+    """Returns the marks of an equation, those of its callers included."""
     return frozenset(
         Marks(*(a or b for a, b in zip(one, own, strict=True))) for one in outer
     )

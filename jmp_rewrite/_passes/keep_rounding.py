@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,17 @@ from jax import lax
 
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._passes.match import feeding, is_widening
+from jmp_rewrite._passes.match import (
+    feeding,
+    given,
+    is_call,
+    is_widening,
+    made_inside,
+    makers,
+    uses,
+)
 from jmp_rewrite._passes.program import ROUNDING
-from jmp_rewrite._rules import EXACT
+from jmp_rewrite._rules import ARITHMETIC, COSTLY, EXACT, MOVES, PRODUCTS
 
 
 def keep_rounding(editor: Editor) -> None:
@@ -19,7 +28,9 @@ def keep_rounding(editor: Editor) -> None:
 
     XLA:GPU drops casts float32 -> half -> float32 between two kernels, and then writes
     the value in float32, often beside its half copy (openxla/xla#41605). A product with
-    a 1 that the compiler does not know to be one is exact, and fused.
+    a 1 that the compiler does not know to be one is exact, and fused. An `exp` or the
+    like of one stored half array is left out, unless a matrix multiplication reads it:
+    XLA:GPU computes it again in each kernel that reads it, and writes it nowhere.
 
     On NVIDIA GPUs.
 
@@ -37,10 +48,51 @@ def keep_rounding(editor: Editor) -> None:
     read = feeding(widened, moves)
     for body, index, eqn in editor.find(ROUNDING):
         (out,) = eqn.outvars
-        if (body, out) in read and not editor.was_here(body, out):
+        if (body, out) not in read or editor.was_here(body, out):
+            continue
+        if _is_read_by_product(body, out) or not _is_remade(editor, body, *eqn.invars):
             branches = {Where((GPU,)): _times_one}
             (kept,) = editor.choose(body, index, [out], [], branches, after=True)
             editor.read_instead(body, out, kept)
+
+
+def _is_read_by_product(body: Body, var: Any) -> bool:
+    """Whether a product reads a value, seen through moves and calls."""
+    for place, index, _ in uses(body, var):
+        if index >= 0:
+            eqn = place.eqns[index]
+            if eqn.primitive.name in PRODUCTS:
+                return True
+            if eqn.primitive.name in MOVES and any(
+                _is_read_by_product(place, v) for v in eqn.outvars
+            ):
+                return True
+    return False
+
+
+def _is_remade(editor: Editor, body: Body, value: Any) -> bool:
+    """Whether a value is a costly function of one half array, and of small ones."""
+    made = makers(editor, body, value)
+    if not all(i >= 0 and b.eqns[i].primitive.name in COSTLY for b, i in made):
+        return False
+    size = math.prod(value.aval.shape)
+    stack, found = [(body, value)], set[tuple[Body, Any]]()
+    while stack and len(found) < 2:
+        body, atom = stack.pop()
+        if hasattr(atom, "val") or 2 * math.prod(atom.aval.shape) < size:
+            continue
+        index = body.maker.get(atom, -1)
+        if atom.aval.dtype == editor.half:
+            found.add((body, atom))
+        elif index in body.held and is_call(body.eqns[index]):
+            stack += made_inside(body, index, body.eqns[index].outvars.index(atom))
+        elif index >= 0 and body.eqns[index].primitive.name in ARITHMETIC | COSTLY:
+            stack += [(body, v) for v in body.eqns[index].invars]
+        elif index < 0 and (sources := given(body, atom)):
+            stack += sources
+        else:
+            return False
+    return len(found) == 1
 
 
 def _times_one(x: Any) -> Any:

@@ -126,7 +126,7 @@ def fed_by(body: Body, position: int, call: _Call) -> Iterator[tuple[Body, Any]]
 
 
 def given(body: Body, var: Any) -> list[tuple[Body, Any]]:
-    """Returns what a parameter is at each call; nothing if it is a carry.
+    """Returns a parameter's operand at each call; nothing if it is a carry.
 
     An argument of the program is none either.
     """

@@ -19,44 +19,12 @@ from jmp_rewrite._passes.by_device import BY_DEVICE, GPU, TPU_V5E, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import FLOAT32, depends_on_inputs, is_float, uses
 from jmp_rewrite._passes.program import CASTS, ROUNDING
-from jmp_rewrite._rules import EXACT, LANES
+from jmp_rewrite._rules import ARITHMETIC, EXACT, LANES
 
 # What is computed again, and where. Other TPUs multiply faster than a v5e, but do not
 # compute `erf` faster; and XLA:TPU computes `tanh` twice by itself.
 _BOTH = frozenset({GPU, TPU_V5E})
 _FUNCTIONS = {"erf": _BOTH, "erfc": _BOTH, "tanh": frozenset({GPU})}
-# What else may be computed again: what a compiler puts into the kernel that reads it.
-# No collective is run twice, and nothing that is not as cheap as this.
-_ARITHMETIC = frozenset(
-    {
-        "abs",
-        "add",
-        "add_any",
-        "broadcast_in_dim",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "div",
-        "expand_dims",
-        "integer_pow",
-        "max",
-        "min",
-        "mul",
-        "name",
-        "neg",
-        "one_minus_square",
-        "polynomial",
-        "reshape",
-        "select_n",
-        "sign",
-        "sqrt",
-        "square",
-        "squeeze",
-        "stop_gradient",
-        "sub",
-        "transpose",
-    }
-)
 # Results that are made of more stored values than this are not followed: what one
 # kernel would read to compute them grows, and so would the time that this takes.
 _MANY_VALUES = 4
@@ -139,7 +107,7 @@ class _Found:
         return self._stored[index]
 
     def _large(self, index: int) -> list[int]:
-        """Returns what makes the operands that are not small beside the result.
+        """Returns the makers of operands that are not small beside the result.
 
         -1 stands for what no equation of the body makes, or one that holds a jaxpr.
         """
@@ -163,7 +131,7 @@ class _Found:
         made_of: dict[int, frozenset[int]] = {}
         follows: set[int] = set()  # what is made of one of the functions
         for index, eqn in enumerate(body.eqns[: self._last_backward()]):
-            if eqn.primitive.name not in _ARITHMETIC and index not in functions:
+            if eqn.primitive.name not in ARITHMETIC and index not in functions:
                 continue
             if _is_cast(eqn) or len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
                 continue
@@ -300,7 +268,7 @@ class _Again:
                 self._editor.read(self._body, at, position, new)
 
     def _chosen(self, at: int, var: Any, index: int) -> Any:
-        """Returns what a reader reads: on some devices what is computed again."""
+        """Returns a reader's operand: on some devices the recomputed one."""
         in_half = var.aval.dtype == self._editor.half
         on = self._found.devices[index] - ({GPU} if in_half else set())
         if not on or self._editor.was_here(self._body, var):

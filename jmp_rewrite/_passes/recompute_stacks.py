@@ -199,7 +199,7 @@ class _NewBody:
             )
 
     def _emit(self, fun: Callable[[Any], list[Any]], operand: Any) -> list[Any]:
-        with self._like.ctx.manager:
+        with _compat.place_of(self._like, [operand.aval]):
             closed = jax.make_jaxpr(fun)(operand.aval)
         eqns, outs = inlined(closed, [operand], self._like)
         self._eqns += eqns
@@ -264,7 +264,7 @@ def _chains(editor: Editor, body: Body, eqn: Any) -> dict[int, _Chain]:
 
 
 def _exact(body: Body, var: Any) -> Any:
-    """Returns what a value was before it was cast."""
+    """Returns the value behind casts."""
     while (eqn := body.made_by(var, *CASTS)) is not None and is_float(eqn.invars[0]):
         (var,) = eqn.invars
     return var

@@ -58,7 +58,7 @@ def round_last_gradients(editor: Editor) -> None:
 
 
 def _last(body: Body, index: int, var: Any) -> tuple[int, Any, tuple[int, ...]]:
-    """Returns what is read in place of a product's result.
+    """Returns the value that is read in place of a product's result.
 
     Returns:
       The index of what makes it, the variable, and its order of dimensions.

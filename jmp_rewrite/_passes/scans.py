@@ -24,8 +24,7 @@ def scan_anew(
       operands: variables and literals for all of them.
     """
     params = _compat.scan_params(scan.params, jaxpr, consts, carries)
-    with scan.ctx.manager:
-        closed = jax.make_jaxpr(lambda *xs: _compat.bind(scan, xs, params))(
-            *(v.aval for v in operands)
-        )
+    avals = [v.aval for v in operands]
+    with _compat.place_of(scan, avals):
+        closed = jax.make_jaxpr(lambda *xs: _compat.bind(scan, xs, params))(*avals)
     return inlined(closed, operands, scan)

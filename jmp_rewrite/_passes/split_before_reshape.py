@@ -162,7 +162,7 @@ def _as(x: Any, dtype: Any) -> Any:
 
 
 def _unmoved(body: Body, var: Any) -> tuple[Any, tuple[int, ...]]:
-    """Returns what was transposed, or cast, and the order in which it was."""
+    """Returns the array behind transposes and casts, and their order."""
     order = tuple(range(var.aval.ndim))
     while (eqn := body.made_by(var, "transpose", _PLAIN_CAST)) is not None:
         if not is_float(eqn.invars[0]):
@@ -231,7 +231,7 @@ class _Part(NamedTuple):
 
 
 def _parts(body: Body, var: Any) -> list[_Part]:
-    """Returns what an array is put together of; nothing if it is not."""
+    """Returns the parts of a joined array; nothing if it is none."""
     parts: list[_Part] = []
     left = [var]
     while left:

@@ -12,6 +12,7 @@ from jmp_rewrite._graph import elements
 from jmp_rewrite._passes.behind import put_behind
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, is_float32, is_half_product, is_widening
+from jmp_rewrite._rules import LINEAR, MOVES
 
 
 def sums_behind_loops(editor: Editor) -> None:
@@ -60,28 +61,10 @@ def _sums_of(editor: Editor, body: Body, index: int, eqn: Any) -> Sums | None:
     return loop.sums()
 
 
-# A sum over the iterations may be taken before these as well as after them.
-_LINEAR = frozenset(
-    {
-        "add",
-        "add_any",
-        "concatenate",
-        "copy",
-        "expand_dims",
-        "neg",
-        "reshape",
-        "rev",
-        "slice",
-        "split",
-        "squeeze",
-        "sub",
-        "transpose",
-    }
-)
 _ADDS = ("add", "add_any")
 # These compute nothing: of equal operands they have equal results, rounded or not.
 _CAST = "convert_element_type"
-_MOVES = (_LINEAR - {"add", "add_any", "sub"}) | {_CAST}
+_MOVES = MOVES | {_CAST}
 
 # Bytes that an iteration moves: a sum is read and written in float32, an operand is
 # written and read again in half.
@@ -241,7 +224,7 @@ class _Loop:
     # ---- sums
 
     def sums(self) -> Sums:
-        """Returns what is computed behind the loop."""
+        """Returns the sums and products that are computed behind the loop."""
         found = {k: self._sum(k) for k in range(len(self._carries))}
         sums = self._alone({k: t for k, t in found.items() if t is not None})
         sums = self._alone(self._worthwhile(sums))
@@ -266,7 +249,7 @@ class _Loop:
         )
 
     def _sum(self, position: int) -> _Terms | None:
-        """Returns what a carry adds up; None if it is more than a sum of products."""
+        """Returns the terms of a carry; None if it is more than a sum of products."""
         var, end = self._carries[position], self._handed_on[position]
         terms = _Terms()
         while var is not end:
@@ -305,7 +288,7 @@ class _Loop:
             if not is_widening(cast, self._half):
                 return None  # it is read unrounded
             return _Terms(here, leaves=frozenset(cast.invars))
-        if eqn.primitive.name not in _LINEAR:
+        if eqn.primitive.name not in LINEAR:
             return None
         terms = [self._made_of(v) for v in eqn.invars]
         known = [t for t in terms if t is not None]
@@ -348,7 +331,7 @@ class _Loop:
         return [v for i in sorted(products) for v in self.eqns[i].invars]
 
     def _new_stacks(self, terms: _Terms) -> list[Any]:
-        """Returns what products contract, each value once, that is no stack yet."""
+        """Returns the operands of products, each once, that are no stacks yet."""
         values = dict.fromkeys(map(self._same, self._operands(terms.products)))
         return [v for v in values if not self._is_slice(v)]
 
@@ -383,7 +366,7 @@ class _Loop:
         return [members for _, members in groups]
 
     def _products_of_stacks(self, var: Any, stack_of: dict[Any, Any]) -> list[int]:
-        """Returns what makes a stacked result of a stack and a constant."""
+        """Returns the product of a stack and a constant that makes a stacked result."""
         if _is_literal(var) or self._readers.get(var) or self._returned[var] != 1:
             return []
         index = self._maker.get(var, -1)

@@ -39,7 +39,7 @@ _CURRENT = jax.make_user_context(None)
 
 
 def current() -> Choice:
-    """Returns what is switched on."""
+    """Returns the passes that are switched on."""
     if _CURRENT.value is None:
         return Choice(_names(os.environ.get(_VARIABLE, "all"), _VARIABLE))
     return _CURRENT.value

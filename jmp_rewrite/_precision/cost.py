@@ -92,7 +92,7 @@ ENDS_KERNEL = frozenset(
 
 
 def storage(graph: Graph, pins: Pins) -> Storage:
-    """Returns what it costs to store each value of a program in half or in float32."""
+    """Returns the cost of storing each value of a program in half or in float32."""
     stored = _stored(graph, pins)
     returned = frozenset(v.node for v in graph.results)
     weighed = _weighed(graph, pins)
@@ -159,7 +159,7 @@ def _activations(graph: Graph, pins: Pins) -> set[int]:
 
 
 def _moved(node: int, graph: Graph, pins: Pins) -> int:
-    """Returns what computes, or carries, the numbers that a node only moves."""
+    """Returns the node that computes, or carries, the numbers that one only moves."""
     while moves_exactly(graph.nodes[node], pins):
         sources = [v.node for v in graph.nodes[node].inputs]
         if len(sources) != 1 or sources[0] < 0 or graph.nodes[node].eqn is None:

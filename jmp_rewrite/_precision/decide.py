@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Place, Region
+from jmp_rewrite._graph import Graph, Node, Place, Region, reached
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import (
@@ -132,7 +132,7 @@ def propagation(graph: Graph, pins: Pins) -> list[bool]:
             labels[node] = True
     wide = frozenset(n.index for n in graph.nodes if _is_wide(n, pins))
     returned = frozenset(v.node for v in graph.results)
-    return _place.settle(seen, labels, pins.emits_full, wide, returned, pins.sinks)
+    return _place.prune(seen, labels, pins.emits_full, wide, returned, pins.sinks)
 
 
 def products(graph: Graph, pins: Pins) -> list[bool]:
@@ -239,16 +239,14 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
     The gradient of a maximum asks which elements equal it, and divides by their number.
     If the maximum were of rounded copies, none would, and the gradient would be NaN.
     """
-    stack = [n.index for n in graph.nodes if n.name in COMPARES]
-    compared: set[int] = set()
-    while stack:
-        for value in graph.nodes[stack.pop()].inputs:
-            source = value.node
-            if source not in compared and source >= 0:
-                if graph.nodes[source].name in _PICKS:
-                    compared.add(source)
-                    stack.append(source)
-    for index in sorted(compared):
+    compares = [n.index for n in graph.nodes if n.name in COMPARES]
+
+    def picks(node: int) -> bool:
+        return graph.nodes[node].name in _PICKS
+
+    for index in sorted(reached(compares, graph.predecessors(), picks)):
+        if not picks(index):
+            continue
         picked = [v for v in graph.nodes[index].inputs if v.made_of_data]
         labels[index] &= all(v.node >= 0 and labels[v.node] for v in picked)
 

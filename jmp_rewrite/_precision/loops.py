@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jmp_rewrite._graph import Graph, Loop, Node, Value
+from jmp_rewrite._graph import Graph, Loop, Node, Value, reached
 from jmp_rewrite._precision.origins import leads_to_product, made_by_products
 from jmp_rewrite._rules import Category
 
@@ -44,7 +44,7 @@ def recurrent_activations(
     categories: Sequence[Category | None],
     consumers: Sequence[Sequence[int]],
 ) -> set[int]:
-    """Returns what products make inside forward loops: the gates of an LSTM.
+    """Returns the products' values inside forward loops: the gates of an LSTM.
 
     They lead to products through a carry alone, like an update of train state; but
     no backward pass lies before them.
@@ -139,12 +139,5 @@ def _multiplies(product: Node, stream: set[int]) -> bool:
 
 
 def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set[int]:
-    """Returns what an iteration computes from a node, up to the next iteration."""
-    found: set[int] = set()
-    stack = [start]
-    while stack:
-        for node in consumers[stack.pop()]:
-            if node in within and node not in found and node != start:
-                found.add(node)
-                stack.append(node)
-    return found
+    """Returns the nodes that depend on one, up to the next iteration."""
+    return reached([start], consumers, within.__contains__) - {start}

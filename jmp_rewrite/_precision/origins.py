@@ -53,19 +53,12 @@ def made_by_products(
 def made_by(
     products: Iterable[int], nodes: Sequence[Node], consumers: Sequence[Sequence[int]]
 ) -> set[int]:
-    """Returns what these matrix multiplications have made, and they themselves.
+    """Returns these matrix multiplications, and all that depends on them.
 
     What a decomposition makes of it is as exact as any float32 code's, not as a half
     product: it read unrounded values.
     """
-    found = set(products)
-    stack = list(found)
-    while stack:
-        for node in consumers[stack.pop()]:
-            if node not in found and nodes[node].name not in DECOMPOSITIONS:
-                found.add(node)
-                stack.append(node)
-    return found
+    return reached(products, consumers, lambda n: nodes[n].name not in DECOMPOSITIONS)
 
 
 def leads_to_product(
@@ -191,7 +184,7 @@ def _positions(node: Node) -> Hashable:
 
 
 def moves(graph: Graph, node: int) -> list[int]:
-    """Returns what moves a node's numbers to it, back to what computes them.
+    """Returns the moves behind a node, back to the node that computes its numbers.
 
     The node comes first and its origin last; they are one if it moves nothing.
     """
@@ -245,7 +238,7 @@ def argument_rank(value: Value, moved: Mapping[int, int]) -> int:
 
 
 def statistics(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
-    """Returns what is computed from reductions alone: means, variances, maxima.
+    """Returns the values of reductions alone: means, variances, maxima.
 
     They are small, and much is computed from each of them.
     """

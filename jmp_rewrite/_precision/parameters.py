@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from jax import tree_util
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import Graph, Node, Value, is_float32
+from jmp_rewrite._graph import Graph, Node, Value, is_float32, reached
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.origins import MOVES
 from jmp_rewrite._rules import PRODUCTS
 
 # What joins values of several origins: one that comes from the parameter is enough.
 _JOINTS = frozenset({"carry_in", "join"})
-_MOVES = MOVES - {"carry_in", "concatenate", "join", "split"}
+_UNJOINED = MOVES - {"carry_in", "concatenate", "join", "split"}
 # Fields of a NamedTuple that is somebody's whole train state, parameters included.
 _TRAIN_STATE = frozenset({"model", "opt_state", "params"})
 
@@ -71,7 +71,7 @@ def _is_optimizer_state(x: Any) -> bool:
 
 
 def key_names(key: Any) -> tuple[str, ...]:
-    """Returns what a key of a tree path is called."""
+    """Returns the name of a key of a tree path."""
     if isinstance(key, ParameterPath):
         return key.names
     for name in ("key", "name", "idx"):
@@ -180,7 +180,7 @@ class _Program:
         self.nodes = graph.nodes
         self.consumers = graph.consumers()
         backward = [n.index for n in graph.nodes if n.place.backward]
-        self.after_backward = self._reached(backward)
+        self.after_backward = reached(backward, self.consumers)
         self.transposes = [
             self.nodes[n] for n in backward if self.nodes[n].name in PRODUCTS
         ]
@@ -190,16 +190,6 @@ class _Program:
                 if value.node < 0 <= value.argument:
                     self.readers.setdefault(value.argument, []).append(node.index)
         self.results = self._results(results)
-
-    def _reached(self, starts: Sequence[int]) -> set[int]:
-        reached = set(starts)
-        stack = list(starts)
-        while stack:
-            for reader in self.consumers[stack.pop()]:
-                if reader not in reached:
-                    reached.add(reader)
-                    stack.append(reader)
-        return reached
 
     def _results(self, paths: Sequence[str]) -> list[tuple[str, int]]:
         """Returns (path, node) of each float32 result."""
@@ -212,10 +202,10 @@ class _Program:
         return [(p, v.node) for p, v in zip(floats, self.graph.results, strict=True)]
 
     def root(self, value: Value) -> Any:
-        """Returns what a value is a moved copy of."""
+        """Returns the source of a value, through moves."""
         while value.node >= 0:
             node = self.nodes[value.node]
-            if node.name not in _MOVES or len(node.inputs) != 1:
+            if node.name not in _UNJOINED or len(node.inputs) != 1:
                 return value.node
             value = node.inputs[0]
         return ("argument", value.argument)

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 from jax.extend import core as jex
-from jax.extend import source_info_util
 
 from jmp_rewrite._graph import Graph, Node, Opaque, reads_float32
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision import (
-    danger,
+    downstream,
     loops,
     origins,
     reduction,
@@ -44,6 +43,7 @@ from jmp_rewrite._precision.readers import (
     sums_with_exact,
 )
 from jmp_rewrite._rules import Category, table
+from jmp_rewrite._source import where
 
 ALLOW, INFER, DENY, CLEAR = Category
 
@@ -74,10 +74,10 @@ def pin(
     pins.whole_step = is_whole_step
     _pin_products(graph, pins)
     if policy.compute_dtype == np.float16:
-        local.out_of_range |= danger.unknown_epsilons(graph, pins)
-    danger.spread(graph, pins, graph.consumers(), local.out_of_range)
-    pins.rounds_after = danger.rounds_after(graph, pins, policy)
-    pins.lossy = danger.lossy(graph, policy.compute_dtype)
+        local.out_of_range |= downstream.unknown_epsilons(graph, pins)
+    downstream.spread(graph, pins, graph.consumers(), local.out_of_range)
+    pins.rounds_after = downstream.rounds_after(graph, pins, policy)
+    pins.lossy = downstream.lossy(graph, policy.compute_dtype)
     pins.out_of_range = frozenset(local.out_of_range)
     pins.moved = origins.moved_arguments(graph, pins.categories, pins.out_of_range)
     _pin_values(graph, pins, policy)
@@ -263,16 +263,15 @@ def _full_carries(graph: Graph, pins: Pins, streams: set[int]) -> None:
 
 
 def left_alone(graph: Graph, pins: Pins) -> list[Opaque]:
-    """Returns what is not rewritten inside: kernels, callbacks, unknown primitives."""
+    """Returns the equations left alone: kernels, callbacks, unknown ones."""
     named = {id(o.eqn) for o in graph.opaque}
     others = [
-        Opaque(node.eqn, node.place, why, source_info_util.summarize(info))
+        Opaque(node.eqn, node.place, why, where(node.eqn))
         for node, category in zip(graph.nodes, pins.categories, strict=True)
         if (category is None or category is DENY)
         and not node.place.rewritten
         and id(node.eqn) not in named
         and (why := _why_alone(node.eqn, category))
-        for info in [node.eqn.source_info]
     ]
     return [*graph.opaque, *others]
 

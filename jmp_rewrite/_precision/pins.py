@@ -9,12 +9,12 @@ import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
-from jax.extend import source_info_util
 
 from jmp_rewrite._graph import Graph
 from jmp_rewrite._precision.local import FULL_PRECISION, SCOPE
 from jmp_rewrite._precision.placement import BareGraph
 from jmp_rewrite._rules import Category, table
+from jmp_rewrite._source import where
 
 STATE = "full: state: updated in its own shape"
 NO_PRODUCT = "full: no matrix product depends on it (optimizer, metrics, outputs)"
@@ -32,7 +32,7 @@ class Pins:
     Attributes:
       categories: the category that holds for it; None for what nobody knows.
       full: the reason why it must be float32; None if it may be half.
-      upstream: the deny node that endangers it; -1 if none.
+      upstream: the deny node upstream of it; -1 if none.
       forced: nodes that a scope "half" covers.
       half: the compute dtype.
       emits_full: products whose result no product needs in half: they emit float32.
@@ -92,17 +92,15 @@ class Pins:
                 graph.nodes[node].name, self.categories[node] or Category.CLEAR
             )
         if node in self.blame:
-            info = graph.nodes[self.blame[node]].eqn.source_info
-            return f"{self.full[node]} at {source_info_util.summarize(info)}"
+            return f"{self.full[node]} at {where(graph.nodes[self.blame[node]].eqn)}"
         if source < 0:
             return self.full[node] or ""
-        danger = graph.nodes[source]
-        where = source_info_util.summarize(danger.eqn.source_info)
-        return f"full: downstream of {danger.name} at {where}"
+        denied = graph.nodes[source]
+        return f"full: downstream of {denied.name} at {where(denied.eqn)}"
 
 
 def bare(graph: Graph, pins: Pins) -> BareGraph:
-    """Returns what the placement sees: what must be full is a wall."""
+    """Returns the graph as the placement sees it: pinned nodes are walls."""
     categories = [
         c if full is None or c is Category.DENY else None
         for c, full in zip(pins.categories, pins.full, strict=True)

@@ -3,7 +3,7 @@
 `propagate` is the placement: a function from a bare graph (categories, edges, carries)
 to a label for each node, that knows nothing of JAX and can be exchanged. It is
 TensorFlow's algorithm (tensorflow/core/grappler/optimizers/auto_mixed_precision.cc).
-`settle` then takes back labels that buy nothing; it is ours.
+`prune` then takes back labels that buy nothing; it is ours.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class BareGraph(NamedTuple):
 
     Attributes:
       categories: of each node, in program order; None for what stays float32 but
-        passes no danger on (a wall).
+        denies nothing downstream (a wall).
       predecessors: for each node the nodes that it reads.
       successors: for each node the nodes that read it.
       carries: (what an iteration hands on, what the next one receives) of each carry.
@@ -38,10 +38,10 @@ class BareGraph(NamedTuple):
 def propagate(graph: BareGraph) -> list[bool]:
     """Labels nodes half (True) as TensorFlow's pass paints them.
 
-    1. Every allow node is half. 2. Danger floods forward from deny nodes through infer
+    1. Every allow node is half. 2. Deny floods forward from deny nodes through infer
     nodes, and through clear nodes that lead to an infer or deny node. 3. What lies
-    between allow nodes is half. 4. An infer node that reads a half node, and none in
-    danger, is half, in one sweep in program order. 5. Half floods in both directions
+    between allow nodes is half. 4. An infer node that reads half, and no denied node,
+    is half, in one sweep in program order. 5. Half floods in both directions
     through clear nodes. 6. A carry is half only if both its ends are.
 
     Args:
@@ -54,7 +54,7 @@ def propagate(graph: BareGraph) -> list[bool]:
     allowed = [n for n, c in enumerate(categories) if c is Category.ALLOW]
     if not allowed:
         return [False] * len(categories)
-    denied = _danger(graph)
+    denied = _denied(graph)
 
     def may(node: int, *of: Category) -> bool:
         return categories[node] in of and node not in denied
@@ -88,8 +88,8 @@ class _Both:
         yield from self._graph.successors[node]
 
 
-def _danger(graph: BareGraph) -> set[int]:
-    """Returns the deny nodes and what they endanger."""
+def _denied(graph: BareGraph) -> set[int]:
+    """Returns the deny nodes and all that they deny downstream."""
     categories = graph.categories
     tells = {
         n for n, c in enumerate(categories) if c in (Category.DENY, Category.INFER)
@@ -130,7 +130,7 @@ def _flood(
     return reached
 
 
-def settle(
+def prune(
     graph: BareGraph,
     half: Sequence[bool],
     emits_full: Container[int],
@@ -140,7 +140,7 @@ def settle(
 ) -> list[bool]:
     """Takes back what the placement made half without use.
 
-    TensorFlow paints what follows a matrix product up to the next dangerous node, and
+    TensorFlow paints what follows a matrix product up to the next deny node, and
     clear nodes in front of one. Two kinds of such nodes gain nothing and lose digits:
 
     - a node that no half node reads: its readers cast its result back at once, so the
@@ -158,16 +158,16 @@ def settle(
         where all that they read is half.
 
     Returns:
-      The settled labels.
+      The labels that are left.
     """
-    settling = _Settling(graph, list(half), emits_full, reads_full, returned, sinks)
-    while settling.sweep():
+    pruning = _Pruning(graph, list(half), emits_full, reads_full, returned, sinks)
+    while pruning.sweep():
         pass
-    return settling.labels
+    return pruning.labels
 
 
-class _Settling:
-    """The labels while they are being settled."""
+class _Pruning:
+    """The labels while they are pruned."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class _Settling:
         return changed
 
     def _born_half(self) -> set[int]:
-        """Returns what is half because of a product, not for the sake of a reader."""
+        """Returns the nodes that are half because of a product, not for a reader."""
         roots = {
             n
             for n, c in enumerate(self.graph.categories)
@@ -243,7 +243,7 @@ class _Settling:
         return node not in self.returned and all(reads)
 
     def _sources(self, node: int) -> list[int]:
-        """Returns what a node reads; a carry reads what an iteration computed."""
+        """Returns the nodes that one reads; a carry reads the end of an iteration."""
         sources: list[int] = []
         for source in self.graph.predecessors[node]:
             if source in self.received:
@@ -269,7 +269,7 @@ class Storage(NamedTuple):
     ties: Sequence[tuple[int, int]] = ()
 
     def cost(self, half: Sequence[bool]) -> int:
-        """Returns what a labelling costs; the smallest one is the best."""
+        """Returns the cost of a labelling; the smallest one is the best."""
         kept = sum(s for s, h in zip(self.saved, half, strict=True) if not h)
         return kept + sum(c for a, b, c in self.edges if half[a] != half[b])
 

@@ -220,16 +220,10 @@ class _Walk:
             found = {n for n in self._consumers[base] if n in inside}
         else:
             found = {n for n in inside if _reads_argument(self._nodes[n])}
-        stack = list(found)
-        while stack:
-            for reader in self._consumers[stack.pop()]:
-                if reader in inside and reader not in found:
-                    found.add(reader)
-                    stack.append(reader)
-        return found
+        return reached(found, self._consumers, inside.__contains__)
 
     def between(self, state: set[int]) -> set[int]:
-        """Returns what carries a state from one update to the next."""
+        """Returns the nodes that carry a state from one update to the next."""
         found: set[int] = set()
         for index in state:
             stack = [v.node for v in self._nodes[index].inputs]
@@ -253,9 +247,9 @@ def _reads_argument(node: Node) -> bool:
 def _paths(
     graph: Graph, categories: Sequence[Category | None], layers: set[int]
 ) -> set[int]:
-    """Returns what lies on a path from an argument to a result of the same shape.
+    """Returns the nodes on paths from an argument to a result of the same shape.
 
-    Only forward, through arrays without numerical danger, and not the layers of a
+    Only forward, through arrays that nothing denies, and not the layers of a
     residual stream: paths through the backward pass carry gradients.
     """
     returned = {v.aval.shape for v in graph.results if v.node >= 0}
@@ -281,9 +275,9 @@ def _paths(
 def _carried(
     graph: Graph, categories: Sequence[Category | None], streams: set[int]
 ) -> set[int]:
-    """Returns what lies between a loop's carries and what an iteration hands on.
+    """Returns the nodes between a loop's carries in and out.
 
-    A rounding there is one in each iteration. Through what has no numerical danger from
+    A rounding there is one in each iteration. Through what nothing denies from
     any carry to any, as an LSTM's hidden state leads to its cell; from a carry to its
     own next value through anything but a matrix multiplication.
     """
@@ -310,7 +304,7 @@ def _along(
     bits: Mapping[int, int],
     passes: Sequence[bool],
 ) -> set[int]:
-    """Returns what lies between carries of the same bit, in the pass of their loop.
+    """Returns the nodes between carries of the same bit, in the pass of their loop.
 
     Args:
       graph: the program.

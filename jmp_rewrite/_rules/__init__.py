@@ -2,13 +2,17 @@
 
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.attributes import (
+    ARITHMETIC,
     COMPARES,
     COPIES,
     COSTLY,
     EXACT,
+    IDENTITIES,
+    LINEAR,
     MOVES,
     MOVES_NUMBER,
     PICKS,
+    SELECTS,
     VIEWS,
 )
 from jmp_rewrite._rules.held import (
@@ -31,6 +35,7 @@ from jmp_rewrite._rules.table import (
 )
 
 __all__ = [
+    "ARITHMETIC",
     "CALLS",
     "COMPARES",
     "COPIES",
@@ -39,12 +44,15 @@ __all__ = [
     "Category",
     "DECOMPOSITIONS",
     "EXACT",
+    "IDENTITIES",
     "LANES",
     "LEFT_ALONE",
+    "LINEAR",
     "MOVES_NUMBER",
     "PICKS",
     "PRODUCTS",
     "RULES",
+    "SELECTS",
     "SHARP",
     "VIEWS",
     "default_rules",

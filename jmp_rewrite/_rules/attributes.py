@@ -66,43 +66,31 @@ COMPARES = frozenset({"eq", "ne"})
 # These compute no new numbers: half operands make an exact half result.
 EXACT = frozenset(name for name, c in RULES.items() if c is Category.CLEAR)
 
+# The results of these are their operands.
+IDENTITIES = frozenset({"copy", "copy_p", "stop_gradient"})
+
 # Results of these are views of their operand, or numbers that XLA repeats where they
 # are read: they are kept as their operand, if at all.
-VIEWS = frozenset(
-    {
-        "broadcast_in_dim",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "name",
-        "pvary",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-    }
-)
+VIEWS = IDENTITIES | {
+    "broadcast_in_dim",
+    "expand_dims",
+    "name",
+    "pvary",
+    "reshape",
+    "squeeze",
+}
 
 # Each element of the operands is one of the results: nothing is computed or left out.
-MOVES = frozenset(
-    {
-        "concatenate",
-        "copy",
-        "copy_p",
-        "device_put",
-        "expand_dims",
-        "name",
-        "optimization_barrier",
-        "pvary",
-        "reshape",
-        "reshard",
-        "rev",
-        "sharding_constraint",
-        "split",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
+MOVES = (VIEWS - {"broadcast_in_dim"}) | {
+    "concatenate",
+    "device_put",
+    "optimization_barrier",
+    "reshard",
+    "rev",
+    "sharding_constraint",
+    "split",
+    "transpose",
+}
 
 # Each element of a result is one of the operands: some may be left out or repeated.
 COPIES = MOVES | {
@@ -114,6 +102,42 @@ COPIES = MOVES | {
     "pad",
     "ppermute",
     "slice",
+}
+
+# The same of several operands; but a `scatter` may compute as well.
+SELECTS = COPIES | {"dynamic_update_slice", "scatter", "select_n"}
+
+# Compilers compute these in the kernel that reads them, in each if there are several.
+# No collective is among them, and nothing that is not as cheap.
+ARITHMETIC = (VIEWS - {"copy_p", "pvary"}) | {
+    "abs",
+    "add",
+    "add_any",
+    "clamp",
+    "convert_element_type",
+    "div",
+    "integer_pow",
+    "max",
+    "min",
+    "mul",
+    "neg",
+    "one_minus_square",
+    "polynomial",
+    "select_n",
+    "sign",
+    "sqrt",
+    "square",
+    "sub",
+    "transpose",
+}
+
+# A sum is the same before these as after them.
+LINEAR = (MOVES - {"device_put", "optimization_barrier"}) | {
+    "add",
+    "add_any",
+    "neg",
+    "slice",
+    "sub",
 }
 
 # Of an operand whose elements are all one number, results of these are that number.

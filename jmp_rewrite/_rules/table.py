@@ -52,7 +52,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "dot_general": ALLOW,
             "ragged_dot_general": ALLOW,
         },
-        # Numerically dangerous: the range is left soon, or a rounded operand shows in
+        # Denied: the range is left soon, or a rounded operand shows in
         # the result. TensorFlow leaves what it does not list (sin, lgamma) in float32.
         "loses too much in half precision": {
             "acos": DENY,  # steep at 1
@@ -96,7 +96,7 @@ _BLOCKS: Mapping[str, Mapping[str, Category]] = MappingProxyType(
             "unreduced_psum": DENY,
             "unreduced_reduce_scatter": DENY,
         },
-        "safe unless downstream of something dangerous": {
+        "safe unless downstream of a denied value": {
             "add": INFER,
             "add_any": INFER,  # sums cotangents, two at a time
             "asinh": INFER,
@@ -700,7 +700,7 @@ _NAMES = {
 
 _PHRASES = {
     ALLOW: "runs on half operands",
-    INFER: "safe unless downstream of something dangerous",
+    INFER: "safe unless downstream of a denied value",
     DENY: "never half",
     CLEAR: "has no numerical effect",
 }

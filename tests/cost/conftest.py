@@ -4,8 +4,8 @@ import pytest
 from described import arguments, step
 
 import jmp_rewrite as jmpr
-from jmp_rewrite._cost import compile as compiling
 from jmp_rewrite._cost import devices
+from jmp_rewrite._cost.compile import compiled_by
 from jmp_rewrite._cost.store import Compiled
 
 TEXT = """HloModule jit_step
@@ -31,7 +31,7 @@ def installed(monkeypatch):
 
 
 @pytest.fixture
-def compiler(installed, monkeypatch):
+def compiler(installed):
     """A compiler that answers what it is told, by the job; the list has its jobs."""
     jobs = []
 
@@ -51,8 +51,8 @@ def compiler(installed, monkeypatch):
 
     in_child.answers = lambda job, usual: usual
     in_child.jobs = jobs
-    monkeypatch.setattr(compiling, "_in_child", in_child)
-    return in_child
+    with compiled_by(in_child):
+        yield in_child
 
 
 @pytest.fixture

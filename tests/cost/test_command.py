@@ -121,7 +121,7 @@ def test_a_module_that_lacks_another(tmp_path, monkeypatch, compiler, capsys):
     assert "No module named 'no_such_module'" in capsys.readouterr().err
 
 
-def test_what_was_not_compiled_is_an_exit_code(job, compiler, capsys):
+def test_failed_compilations_set_the_exit_code(job, compiler, capsys):
     from jmp_rewrite._cost.store import Compiled
 
     compiler.answers = lambda job, usual: Compiled("", {"error": "INTERNAL: broken"})

@@ -1,5 +1,7 @@
 """Each program has a process of its own, which ends, and whose result is kept."""
 
+import contextlib
+import functools
 import gzip
 import json
 import os
@@ -14,7 +16,7 @@ from described import arguments, step
 import jmp_rewrite as jmpr
 from jmp_rewrite._cost import compile as compiling
 from jmp_rewrite._cost import devices, program, store
-from jmp_rewrite._cost.compile import Job, compile_jobs
+from jmp_rewrite._cost.compile import Job, compile_jobs, compiled_by, in_child
 
 # A child that answers with what it was asked, and prints as compilers do.
 ANSWERS = """
@@ -36,13 +38,16 @@ def job(rows=32, device="v5e", policy="float32"):
 
 
 @pytest.fixture
-def child(installed, monkeypatch):
+def child(installed):
     """Puts another program in the place of the child's."""
+    with contextlib.ExitStack() as stack:
 
-    def runs(code):
-        monkeypatch.setattr(compiling, "_COMMAND", (sys.executable, "-c", code))
+        def runs(code):
+            command = (sys.executable, "-c", code)
+            run = functools.partial(in_child, command=command)
+            stack.enter_context(compiled_by(run))
 
-    return runs
+        yield runs
 
 
 def test_a_child_is_asked_and_its_noise_not_heard(child, capfd):
@@ -78,7 +83,7 @@ def test_equal_programs_are_compiled_once_and_kept(child, own_cache):
     assert "asked again" in fresh.answer["error"]
 
 
-def test_what_is_kept_depends_on_device_version_and_flags(installed, monkeypatch):
+def test_cache_keys_depend_on_device_version_and_flags(installed, monkeypatch):
     names = {job().name, job(device="v6e").name, job(rows=64).name}
     names.add(job()._replace(options=(("a", "1"),)).name)
     monkeypatch.setenv("XLA_FLAGS", "--xla_something")
@@ -150,15 +155,14 @@ def test_a_child_ends_with_its_parent(run_python, tmp_path):
     code = """
 import pathlib, threading
 from jmp_rewrite._cost import child
-child._compile = lambda *a: threading.Event().wait(600)
 pathlib.Path("module").write_bytes(b"")
-child.main(pathlib.Path("."))
+child.main(pathlib.Path("."), lambda *a: threading.Event().wait(600))
 """
     done = run_python("-c", code)
     assert done.returncode == 1 and not (tmp_path / "answer.json").exists()
 
 
-def test_what_is_kept_is_bounded(own_cache):
+def test_the_cache_is_bounded(own_cache):
     for n in range(10):
         text = os.urandom(500).hex()
         store.save(f"program{n}", store.Compiled(text, {"n": n}), most_bytes=3000)

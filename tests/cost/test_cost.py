@@ -50,7 +50,7 @@ def test_rows_of_float32_and_the_policy(report, compiler):
     assert third.bytes_accessed == 2 * 8 * 128 * 4  # counted in the text
 
 
-def test_what_nobody_says_is_none(report, compiler):
+def test_figures_without_a_source_are_none(report, compiler):
     def silent(job, usual):
         answer = usual.answer | {"accessed": float(2**63), "peak": None}
         text = usual.text.replace('"estimated_cycles":"1000"', "")

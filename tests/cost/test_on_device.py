@@ -43,7 +43,7 @@ def no_device(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
 
 
-def test_what_fails_is_a_line(no_device, command):
+def test_failures_are_a_line_each(no_device, command):
     done, _ = command("--models", "decode", "--modes", "float32")
     assert done.returncode == 1
     assert "no_such_platform" in done.stdout and "Traceback" not in done.stdout

@@ -72,13 +72,13 @@ def test_where_nothing_was_rounded_the_amplifier_is_to_blame():
     assert worst(chain, {1: 0.9})[0] == 1
 
 
-def test_what_vanished_is_said_even_of_few_values():
+def test_few_vanished_values_are_named():
     few = {"underflowed": 1.0, "dtype": "float16", "is_half": True, "primitive": "neg"}
     found = finding(0, 0.001, 0.001, size=1e4, **few)
     assert sentence(found, [found]).startswith("neg: 1 of 10,000 values vanish")
 
 
-def test_what_reaches_no_result_does_no_harm():
+def test_errors_that_reach_no_result_are_not_named():
     """A saturated mask is wrong everywhere, and a softmax forgets it."""
     chain = [
         finding(0, 1.0, 1.0),

@@ -1,32 +1,19 @@
 """`diagnose` names the line, says why, and finds what mends it."""
 
 import html
-import importlib.util
-import pathlib
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import planted_faults
 import pytest
 from programs import normal
 
 from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
-from jmp_rewrite._diagnose import progress, results
-
-PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "planted_faults.py"
-
-
-def planted_faults():
-    spec = importlib.util.spec_from_file_location("planted_faults", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    return module
-
-
-FAULTS = planted_faults()
+from jmp_rewrite._diagnose import results
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +36,13 @@ QUICK = {"a margin vanishes", "an epsilon by hand vanishes"}
             id=f"{fault.name}-{policy}",
             marks=() if fault.name in QUICK else pytest.mark.slow,
         )
-        for fault in FAULTS.FAULTS
+        for fault in planted_faults.FAULTS
         for policy in fault.dtypes
     ],
 )
 def test_the_planted_line_is_named_first(fault, policy):
     """In a train step; and what is found to mend it does."""
-    found = FAULTS.run(fault, policy)
+    found = planted_faults.run(fault, policy)
     assert found["named"] == fault.line, found["why"]
     if found["found"] is not None:
         assert found["error after"] <= 0.25
@@ -93,7 +80,7 @@ def test_nothing_is_wrong():
     assert "no policy" not in str(diagnosis)
 
 
-def test_what_is_not_finite_in_float32_either(monkeypatch):
+def test_values_not_finite_in_float32_either_are_named(monkeypatch):
     """It is said first, with the line, and no policy is offered."""
     monkeypatch.setenv("COLUMNS", "400")  # a long path is not folded
 
@@ -220,12 +207,24 @@ def test_shapes_in_place_of_arrays():
         diagnose(overflows, "mixed_float16")(*shapes)
 
 
-def test_it_says_what_it_is_doing(monkeypatch, capfd):
-    diagnose(overflows, "mixed_float16")(*ARGS)
+def test_it_says_what_it_is_doing(capfd):
+    slow = []
+
+    def wait(x):
+        while slow:
+            time.sleep(slow.pop())
+        return x
+
+    def fun(x, w):
+        same = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return overflows(jax.pure_callback(wait, same, x), w)
+
+    diagnose(fun, "mixed_float16")(*ARGS)
     assert capfd.readouterr().err == ""  # it took a moment
-    monkeypatch.setattr(progress, "_QUIET", 0.0)
-    diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
-    assert "diagnose: running overflows in float32 and" in capfd.readouterr().err
+    slow.append(2.5)
+    diagnosis = diagnose(fun, "mixed_float16")(*ARGS)
+    assert "diagnose: running fun in float32 and" in capfd.readouterr().err
+    slow.append(2.5)
     print(diagnosis)
     assert "diagnose: searching the fewest overrides" in capfd.readouterr().err
 
@@ -296,7 +295,7 @@ def test_a_step_is_judged_by_what_it_changes():
     assert reference.errors([start]) == pytest.approx([1.0])
 
 
-def test_what_half_does_not_resolve_in_a_gradient_hardly_counts():
+def test_gradients_below_half_s_resolution_hardly_count():
     """The first step of Adam is as large for the smallest gradient as for any other."""
     start, gradient = jnp.ones(1000), jnp.ones(1000).at[:100].set(1e-3)
     step = 1e-3 * jnp.sign(gradient)

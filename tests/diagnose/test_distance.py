@@ -95,7 +95,7 @@ def test_integers_are_right_or_wrong():
     assert counts.error == 0.5 and counts.nonfinite == 0
 
 
-def test_what_operands_explain():
+def test_errors_of_operands_are_no_error_of_the_equation():
     """An error up to eight times theirs is theirs."""
     reference = np.ones(100, "f4")
     value = reference * np.float32(1.5)

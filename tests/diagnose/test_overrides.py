@@ -13,7 +13,7 @@ def subsets(items):
 
 
 @pytest.mark.parametrize("needed", list(subsets("abcde")))
-def test_what_is_needed_is_found(needed):
+def test_the_smallest_set_of_overrides_is_found(needed):
     assert smallest("abcde", needed.issubset) == sorted(needed)
 
 

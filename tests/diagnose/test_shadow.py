@@ -299,7 +299,7 @@ def test_effects_happen_in_one_program_only():
     assert seen == [np.float32]
 
 
-def test_what_is_the_same_is_computed_once():
+def test_equal_value_and_shadow_are_computed_once():
     """Where nothing was rounded yet both programs share one array."""
 
     def fun(x, w):

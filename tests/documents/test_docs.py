@@ -46,7 +46,7 @@ def test_every_public_name_is_in_the_reference_once():
 
 
 @pytest.mark.parametrize("dotted", referred())
-def test_what_the_reference_names_exists(dotted):
+def test_names_in_the_reference_exist(dotted):
     value = functools.reduce(getattr, dotted.split(".")[1:], jmp_rewrite)
     assert inspect.getdoc(value)
 

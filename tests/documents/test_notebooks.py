@@ -141,7 +141,7 @@ def test_is_kept_in_one_form(name):
 
 
 @each
-def test_what_a_reader_sees_is_kept(name):
+def test_displayed_output_is_kept(name):
     outputs = [o for cell in code(name) for o in cell.outputs]
     kinds = {o.output_type for o in outputs}
     assert kinds <= {"stream", "display_data", "execute_result"}

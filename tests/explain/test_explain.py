@@ -174,7 +174,7 @@ def test_a_decorated_function_is_explained_by_its_own_policy():
         assert row(report, "dot_general").reason == "half: matrix product"
 
 
-def test_what_wraps_a_decorated_function_is_explained_itself():
+def test_a_wrapper_of_a_decorated_function_is_explained_itself():
     decorated = mixed_precision(lambda w, x: (x @ w).sum(), "mixed_bfloat16")
     report = explain(jax.grad(decorated), "mixed_bfloat16")(
         jnp.ones((8, 8)), spec(4, 8)
@@ -190,7 +190,7 @@ def test_the_default_policy_holds():
     assert report.policy == Policy("mixed_float16")
 
 
-def test_what_is_no_array_passes():
+def test_non_arrays_pass():
     def fun(x, how, *, w):
         return {"name": how, "y": x @ w if how == "product" else x}
 
@@ -206,7 +206,7 @@ def test_static_arguments_stay_static():
     assert explain(fun)(spec(8, 8), jnp.float32(2)).half_flops == 1.0
 
 
-def test_what_is_no_function_is_refused():
+def test_non_functions_are_refused():
     with pytest.raises(
         TypeError, match="explain expected a function, got 3 of type int"
     ):
@@ -293,7 +293,7 @@ def test_reasons(name, index, reason, fun):
     assert row(report, name, index).reason == reason
 
 
-def test_the_source_of_danger_is_named_with_its_line():
+def test_the_deny_node_upstream_is_named_with_its_line():
     def fun(x, w):
         h = x @ w
         total = h.sum(1, keepdims=True)  # the line
@@ -343,7 +343,7 @@ def test_a_cast_that_becomes_a_rounding_is_a_cast():
     assert report.casts == sum(map(_is_cast, walk(report.jaxpr))) == 2
 
 
-def test_calls_say_what_became_of_their_carries():
+def test_calls_show_the_dtypes_of_their_carries():
     names = {"layers": "scan", "lstm": "scan", "while": "while", "jit": "jit"}
     reasons = {}
     for name, primitive in names.items():
@@ -357,7 +357,7 @@ def test_calls_say_what_became_of_their_carries():
     }
 
 
-def test_casts_say_what_for():
+def test_casts_name_their_readers():
     def fun(x, w):
         h = _named(x, w)
         return h, h @ w
@@ -553,7 +553,7 @@ def test_a_scan_over_layers_keeps_the_residuals_of_all():
 
 
 @pytest.mark.parametrize("name", ["while", "callbacks"])
-def test_what_has_no_derivative_keeps_nothing(name):
+def test_functions_without_derivative_have_no_residuals(name):
     program = BY_NAME[name]
 
     def fun(params, x):
@@ -563,7 +563,7 @@ def test_what_has_no_derivative_keeps_nothing(name):
     assert explain(fun, "mixed_bfloat16")(*program.args()).residual_bytes == 0
 
 
-def test_what_is_left_alone():
+def test_callbacks_have_rows_of_their_own():
     report = explain(BY_NAME["callbacks"].fun, "mixed_bfloat16")(
         *BY_NAME["callbacks"].args()
     )
@@ -601,7 +601,7 @@ def test_a_loop_that_a_rule_leaves_alone_has_rows():
     assert len(inside) == 2 and report.half_flops < 1
 
 
-def test_what_cannot_be_matched_has_rows_without_reasons():
+def test_unmatched_equations_have_rows_without_reasons():
     args = mlp_args()
     graph, plan, _ = decide_quietly(trace_types(mlp, args, {}), Policy("bfloat16"))
     other = jax.make_jaxpr(BY_NAME["layers"].fun)(*BY_NAME["layers"].args())

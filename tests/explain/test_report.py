@@ -17,7 +17,7 @@ from jax import lax
 from programs import BY_NAME, mlp, mlp_args
 
 import jmp_rewrite as jmpr
-from jmp_rewrite import Policy, _devices, explain, mixed_precision
+from jmp_rewrite import Policy, explain, mixed_precision
 from jmp_rewrite._explain import stored
 from jmp_rewrite._explain.document import document
 from jmp_rewrite._explain.summary import fold, largest_full, scopes
@@ -177,7 +177,7 @@ def test_advice_on_an_optimizer_with_products(scope):
     assert not any("optimizer" in a for a in after.advice)
 
 
-def test_advice_on_what_is_left_alone():
+def test_advice_on_unrewritten_bodies():
     def fun(x, w):
         for _ in range(5):
             x = jax.pure_callback(lambda v: v, spec(4096, 4096), x @ w)
@@ -188,7 +188,7 @@ def test_advice_on_what_is_left_alone():
     assert "2 more like it are in report.not_rewritten." in found
 
 
-def test_advice_on_what_was_not_used():
+def test_advice_on_unused_settings():
     policy = Policy(
         "mixed_bfloat16",
         rules={"erf_inv": "allow", "tanh": "deny"},
@@ -296,7 +296,7 @@ def test_float64_is_told_apart_from_float32():
 
 
 def test_auto_that_is_float32_says_what_to_write(monkeypatch):
-    monkeypatch.setattr(_devices, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "0")
     (sentence,) = explain(jnp.matmul, "auto")(LARGE, LARGE).advice
     assert sentence.startswith("'auto' means float32 on this device (cpu)")
     assert 'explain(fun, "mixed_bfloat16")' in sentence
@@ -336,7 +336,7 @@ def test_arithmetic_between_matmuls_stays_in_registers():
     assert all(r.stored_bytes == r.bytes for r in stored)
 
 
-def test_what_is_cheap_is_computed_again_and_what_is_costly_stored():
+def test_cheap_values_are_recomputed_and_costly_ones_stored():
     def norm(x):
         centred = x - x.mean(1, keepdims=True)
         return centred / jnp.sqrt((centred**2).mean(1, keepdims=True))
@@ -374,7 +374,7 @@ def test_functions_that_call_each_other_twice_end():
     assert stored.stored(closed, limit=1000)
 
 
-def test_what_loops_hand_on_is_stored():
+def test_carries_are_stored():
     def fun(x):
         return lax.scan(lambda c, _: (c * 2 + 1, None), x, None, length=3)[0] + 1
 
@@ -451,9 +451,9 @@ def test_text_fits_its_width(which, with_rich, width, large, monkeypatch):
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
-def test_text_says_what_matters(large, with_rich, monkeypatch):
-    danger = "full: downstream of reduce_sum at test_report.py"
-    assert any(row.reason.startswith(danger) for row in large.equations)
+def test_text_has_totals_and_reasons(large, with_rich, monkeypatch):
+    reason = "full: downstream of reduce_sum at test_report.py"
+    assert any(row.reason.startswith(reason) for row in large.equations)
     if not with_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
     text = " ".join(render(large, 400).split())
@@ -631,7 +631,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
         report.plot()
 
 
-def test_a_forward_function_leads_with_what_it_holds():
+def test_a_forward_function_leads_with_its_weights():
     """Bytes of weights and caches, and what `for_inference` would store them in."""
 
     def decode(params, cache, x):

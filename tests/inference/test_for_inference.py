@@ -75,7 +75,7 @@ def params_of(width=32):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_stored(policy):
+def test_weights_that_products_alone_read_are_stored(policy):
     half = HALF[policy]
     (params, x) = serves(apply, policy, params_of(), inputs(width=32))
     kept = {k: str(v.dtype) for k, v in params.items()}
@@ -123,7 +123,7 @@ def test_data_movement_is_looked_through():
     assert dtypes(stored) == ["bfloat16"] * 3
 
 
-def test_what_is_read_unrounded_stays():
+def test_weights_read_unrounded_stay_float32():
     def fun(params, x):
         y = x @ params["both"] + jnp.sum(params["both"])
         y = y @ params["precise"].T
@@ -198,7 +198,7 @@ def test_under_float32_nothing_changes():
     assert serve.report(params, x).bytes_after == serve.report(params, x).bytes_before
 
 
-def test_what_is_half_already_stays():
+def test_half_weights_stay():
     """A model of half weights: its results have the dtypes that it gives them."""
 
     def fun(params, x):
@@ -252,7 +252,7 @@ def test_a_cache_is_stored(policy):
     same_types(jax.jit(serve)(params, empty_cache(), x, 0)[1], empty_cache())
 
 
-def test_what_is_added_to_is_no_cache():
+def test_accumulators_are_no_caches():
     def fun(w, state, x):
         moved = jnp.concatenate([state["window"][1:], x @ w])
         new = {
@@ -282,7 +282,7 @@ def test_what_is_added_to_is_no_cache():
     assert "add reads it unrounded" in why["1/sum"]
 
 
-def test_what_a_cache_takes_is_not_widened_on_its_way():
+def test_cache_updates_are_not_widened():
     """Rows of a half product go into a half cache as they are, sliced and reshaped."""
 
     def fun(params, cache, x):
@@ -698,7 +698,7 @@ def test_numpy_weights():
     serves(apply, BF16, params, inputs(width=32))
 
 
-def test_it_says_what_it_wraps():
+def test_it_has_the_function_s_name():
     serve = for_inference(apply, BF16)
     assert serve.__name__ == "apply" and serve.__wrapped__ is apply
 
@@ -847,7 +847,7 @@ def calls(serve, *args):
 
 
 @pytest.mark.parametrize("wrong", [3, "apply", jnp.ones(3)])
-def test_what_is_no_function(wrong):
+def test_non_functions_raise(wrong):
     with pytest.raises(TypeError, match="for_inference expected a function"):
         for_inference(wrong)
 

@@ -102,7 +102,7 @@ def test_both_forms(decorate):
 
 
 @pytest.mark.parametrize("wrong", [3, "mixed_bfloat16", jnp.ones(2)])
-def test_what_is_no_function(wrong):
+def test_non_functions_raise(wrong):
     with pytest.raises(TypeError, match="half_precision expected a function"):
         half_precision(wrong)
 
@@ -125,7 +125,7 @@ def test_it_wraps_methods_and_partial_objects():
     assert part(x, x).dtype == jnp.float32
 
 
-def test_half_arrays_stay_what_they_are():
+def test_half_arrays_stay_half():
     x = jnp.ones((2, 16), jnp.bfloat16)
     same_types(mixed_precision(lambda x: attend(x, x, x), BF16)(x), x)
     y = jnp.ones(2, np.float64 if jax.config.jax_enable_x64 else np.float32)

@@ -78,7 +78,7 @@ def listed(module):
     rows = {}
     for leaf in report.kept:
         name = re.sub(r"\d", "*", leaf.path.removeprefix("0/"))
-        reason = re.sub(r" at \S+ \([^()]*\)", "", leaf.reason)
+        reason = re.sub(r" at \S+:\d+", "", leaf.reason)
         rows.setdefault(f"| `{name}` | {reason} |")
     count = f"{len(report.stored)} of {len(report.leaves)} arrays are stored in half."
     return "\n".join([count, "", "| leaf | reason |", "| --- | --- |", *sorted(rows)])

@@ -305,7 +305,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_broke_the_law_keeps_it(name):
+def test_known_failures_stay_mended(name):
     """Under both policies, on all devices."""
     assert not [str(found) for found in failures(FOUND[name]) if found is not None]
 
@@ -313,7 +313,7 @@ def test_what_broke_the_law_keeps_it(name):
 # ---- shrinking
 
 
-def test_shrinking_keeps_what_fails(monkeypatch):
+def test_shrinking_keeps_the_failure(monkeypatch):
     """A failure becomes the statement that it is about, and what that reads."""
     program = Program(
         (

@@ -33,7 +33,7 @@ def explain(found):
         for form in (*forms(case), *(["outside"] if case.grad else []))
     ],
 )
-def test_what_multiplies_an_error(case, form, policy, device):
+def test_amplifying_cases_hold_the_law(case, form, policy, device):
     found = amplifying.verdicts(case, form, policy, device)
     if case.name in BESIDE and (form, policy) == ("outside", "mixed_float16"):
         assert all(v.ours <= 2 * v.hand or v.holds for v in found), explain(found)

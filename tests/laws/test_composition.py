@@ -260,7 +260,7 @@ def test_slow_weights_are_those_of_the_fast_ones():
         assert moved == (i % 5 == 0)
 
 
-def test_what_is_frozen_stays_to_the_bit():
+def test_frozen_parameters_stay_to_the_bit():
     states, _ = trained(low_rank, "mixed_float16")
     first, last = states[0][0], states[-1][0]
     assert relative_error(last["base"], first["base"]) == 0

@@ -65,7 +65,7 @@ def count(law):
 
 @programs(20)
 def test_structure(block, seed):
-    """Types, no-op, idempotence, casts, danger: of the program and of its gradient."""
+    """Types, no-op, idempotence, casts, deny: of the program and of its gradient."""
     count("structure")
     check_structure(block, seed)
 
@@ -106,7 +106,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found(name):
+def test_known_failures_stay_mended(name):
     """Programs that broke a law once."""
     check_structure(FOUND[name], 0)
     check_values(FOUND[name], 0)
@@ -131,7 +131,7 @@ def check_structure(block, seed):
             assert shape_of(twice) == shape_of(half)
             if not {"half_inside", "inner_float16"} & fuzz.names(block):
                 no_cast_undoes_another(half, policy)
-                dangerous_is_full(half, policy)
+                denied_is_full(half, policy)
             products_are_half(plain, policy)
 
 
@@ -151,7 +151,7 @@ def no_cast_undoes_another(jaxpr, policy):
             made[id(eqn.outvars[0])] = str(before)
 
 
-def dangerous_is_full(jaxpr, policy):
+def denied_is_full(jaxpr, policy):
     rules = default_rules(Policy(policy).compute_dtype)
     denied = {name for name, category in rules.items() if category is Category.DENY}
     denied -= {"reduce_precision"}  # to float32's own format it is none: a checkpoint's

@@ -171,7 +171,7 @@ OPAQUE = {
 
 
 @pytest.mark.parametrize("name", OPAQUE)
-def test_what_is_left_alone_is_reported(name, caplog):
+def test_unrewritten_bodies_are_reported(name, caplog):
     """It keeps its dtypes, and the log says where and why."""
     w, x = w_and_x()
 
@@ -255,7 +255,7 @@ def test_swapped_carries():
 
 
 def test_branches_agree():
-    """A dangerous result in one branch is cast to what the other returns."""
+    """A denied result in one branch is cast to what the other returns."""
     w, x = w_and_x()
 
     def f(x, flag):

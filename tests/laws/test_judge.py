@@ -67,7 +67,7 @@ def test_who_asks_for_a_float32_result(careful):
 
 
 @pytest.mark.parametrize("careful", [True, False])
-def test_what_no_product_reads_is_float32_by_any_hand(careful):
+def test_values_without_a_product_behind_are_float32_by_any_hand(careful):
     """Not through a decomposition or a comparison either, nor in a loop's state."""
 
     def fun(x, w, v):
@@ -186,7 +186,7 @@ def test_the_reference_is_exact():
     assert found == np.sum(X.astype(np.float64) ** 2)
 
 
-def test_devices_read_what_is_theirs():
+def test_each_device_reads_its_own_branch():
     """A value that is stored is rounded on a GPU, and not on a CPU."""
     from jmp_rewrite._passes.by_device import Where, by_device
 
@@ -212,7 +212,7 @@ def test_devices_read_what_is_theirs():
 @pytest.mark.parametrize(
     ("program", "policy"), list(zip(SUITED, itertools.cycle(POLICIES), strict=False))
 )
-def test_a_cpu_computes_what_is_emulated(program, policy):
+def test_emulation_matches_a_cpu(program, policy):
     """Values may be rounded to the other side, where their last bits differ.
 
     Without excess precision XLA:CPU rounds inside a half `logistic` as well.
@@ -268,7 +268,7 @@ def test_a_wrong_rewriting_is_caught(policy):
     assert found.holds and found.ours < EPS[policy]
 
 
-def test_what_becomes_infinite_is_caught():
+def test_new_infinities_break_the_law():
     judge = Judge(trace(lambda x, w: 1e4 * (x @ w), arguments(0)), arguments)
     closed = jax.make_jaxpr(lambda x, w: (x @ w * f32(1e6)) * f32(1e-2))(*arguments(0))
     wrong = rounds_everything(closed, f16)

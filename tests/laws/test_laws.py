@@ -164,7 +164,7 @@ def test_products_are_half(program, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=repr)
 def test_denied_are_full(program, policy):
-    """Nothing dangerous runs in half."""
+    """Nothing denied runs in half."""
     rewritten = trace(
         mixed_precision(only_arrays(program.fun), policy), *program.args()
     )

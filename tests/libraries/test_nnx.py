@@ -151,7 +151,7 @@ def test_new_modules_may_be_results():
     assert type(made) is Net and made.up is made.same
 
 
-def test_what_a_closure_holds_may_not_change():
+def test_modules_in_a_closure_may_not_change():
     """As inside `jax.jit`: Flax says so."""
     net = Net()
     with pytest.raises(Exception, match="Cannot mutate .* different trace level"):

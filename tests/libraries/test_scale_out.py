@@ -547,7 +547,7 @@ def one_process():
 @pytest.mark.breadth
 @pytest.mark.parametrize("device", [None, "NVIDIA GPU", "TPU v5e"])
 @pytest.mark.parametrize("how", ["explicit", "shard_map"])
-def test_what_is_computed_again_is_sharded_like_what_is_stored(how, device):
+def test_recomputed_values_are_sharded_like_stored_ones(how, device):
     """A GELU, and a softmax of a product: what a backward pass computes again."""
     with use_passes("all", device=device):
         check_what_is_computed_again(how, device)

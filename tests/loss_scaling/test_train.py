@@ -246,7 +246,7 @@ def test_wants_a_loss_function():
         ),
     ],
 )
-def test_wants_what_has_aux_says(wrong, has_aux, said):
+def test_has_aux_decides_the_form_of_results(wrong, has_aux, said):
     tx = optax.sgd(0.1)
     step = make_train_step(wrong, tx, "mixed_bfloat16", has_aux=has_aux)
     with pytest.raises(ValueError, match=f"expected loss_fn to return {said}"):
@@ -274,7 +274,7 @@ def test_enable_after_another_policy():
 @pytest.mark.parametrize(
     "tx", [jmpr.loss_scaling(), optax.chain(optax.clip(1.0), jmpr.loss_scaling())]
 )
-def test_enable_of_what_is_wrapped_already(tx):
+def test_enable_of_a_wrapped_optimizer(tx):
     with pytest.raises(ValueError, match="expected tx without loss scaling"):
         enable_mixed_precision_graph_rewrite(tx)
     assert jmpr.get_policy() == jmpr.Policy("auto")

@@ -115,7 +115,7 @@ def test_tanh_is_computed_again_on_gpus():
     assert found and set(found.values()) == {frozenset({GPU})}
 
 
-def test_what_is_computed_again_starts_from_what_is_stored():
+def test_recomputation_starts_from_stored_values():
     """From the product's rounded result, behind a barrier; no product runs twice."""
     step, params, x = step_of(exact_gelu, gated=True)
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, x)
@@ -240,10 +240,10 @@ def test_a_softmax_of_a_product_is_one_kernel_on_tpus(scaled):
 
     (w,) = weights((D, D))
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), w, normal(T, D))
-    settled = choices(jaxpr, "softmax_in_one_kernel")
-    assert all(devices_of(e) == (TPU_V5E, TPU_V6E) for e in settled)
-    assert len(settled) == (0 if scaled else 1)
-    made = {v for e in settled for v in e.outvars}
+    chosen = choices(jaxpr, "softmax_in_one_kernel")
+    assert all(devices_of(e) == (TPU_V5E, TPU_V6E) for e in chosen)
+    assert len(chosen) == (0 if scaled else 1)
+    made = {v for e in chosen for v in e.outvars}
     readers = {e.primitive.name for e in walk(jaxpr) if made.intersection(variables(e))}
     assert scaled or {"reduce_max", "sub"} <= readers
 
@@ -358,7 +358,7 @@ SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, jnp.inf, -jnp.inf, jnp.nan]
         lambda x: x > 1,
     ],
 )
-def test_a_sign_is_what_it_was(ask):
+def test_signs_stay(ask):
     """Whether the rectified value or its argument is asked."""
     x = jnp.outer(jnp.array(SPECIAL), jnp.ones(D))
     (w,) = weights((D, D))

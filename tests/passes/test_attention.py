@@ -249,7 +249,7 @@ def refused():
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("why", refused())
-def test_what_is_another_sum_is_taken_as_it_was(why, as_tpu):
+def test_other_sums_stay(why, as_tpu):
     step = step_of(*refused()[why])
     params, x = arguments()
     rewritten = jax.jit(mixed_precision(step, "mixed_bfloat16"))

@@ -64,7 +64,7 @@ def test_without_the_pass_a_compiler_reads_them_unrounded():
         assert (half(weights, x) != half(rounded(weights), x)).any()
 
 
-def test_what_is_computed_and_whole_steps_are_left_alone():
+def test_computed_kernels_and_whole_steps_are_left_alone():
     weights, x = arguments()
     jaxpr = trace(mixed_precision(network, BF16), weights, x)
     # Both kernels, and the images; what is computed is no matter.

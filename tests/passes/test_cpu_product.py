@@ -1,7 +1,7 @@
 """XLA:CPU is given products in the order, and with the result, that it is fast at.
 
 JAX 0.10 rounds a float32 result behind the product, which is four times as fast; all
-versions contract the rows of the first operand. Run as both, whatever is installed.
+versions contract the rows of the first operand.
 """
 
 import re
@@ -15,7 +15,7 @@ from jax import lax
 from programs import normal
 
 from jmp_rewrite import _compat, mixed_precision
-from jmp_rewrite._passes import Program, cpu_products, optimize
+from jmp_rewrite._passes import Program, optimize
 
 # Two multiplied shapes, and what is contracted and what is mapped over in each.
 PRODUCTS = {
@@ -45,10 +45,7 @@ PRODUCTS |= BY_ROWS
 every_product = pytest.mark.parametrize("name", PRODUCTS)
 
 
-@pytest.fixture(params=["0.10", "0.11"], autouse=True)
-def version(request, monkeypatch):
-    monkeypatch.setattr(cpu_products, "_ROUNDS_SLOWLY", request.param == "0.10")
-    return request.param
+ROUNDS_SLOWLY = jax.__version_info__ < (0, 11)
 
 
 def product_of(name):
@@ -87,9 +84,9 @@ def optimized(eqn, params, operands):
 
 @pytest.mark.breadth
 @every_product
-def test_it_is_the_product_rounded_once(name, version):
+def test_it_is_the_product_rounded_once(name):
     """Others are XLA's own on JAX 0.11, which may not round them at all."""
-    is_ours = version == "0.10" or name in BY_ROWS
+    is_ours = ROUNDS_SLOWLY or name in BY_ROWS
     fun, half, args = product_of(name)
     operands = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in args]
     expected = fun(*operands).astype(jnp.bfloat16).astype(jnp.float32)
@@ -101,7 +98,7 @@ def test_it_is_the_product_rounded_once(name, version):
 
 
 @every_product
-def test_accelerators_run_the_product_itself(name, version):
+def test_accelerators_run_the_product_itself(name):
     _, half, args = product_of(name)
     contracting, batch = PRODUCTS[name][2:]
 
@@ -119,7 +116,7 @@ def test_accelerators_run_the_product_itself(name, version):
 
     for platform in ("cuda", "tpu"):
         assert text(half, platform) == text(plain, platform)
-    is_another = version == "0.10" or name in BY_ROWS or name == "odd in all"
+    is_another = ROUNDS_SLOWLY or name in BY_ROWS or name == "odd in all"
     assert (text(half, "cpu") != text(plain, "cpu")) == is_another
 
 
@@ -202,7 +199,7 @@ def test_it_is_mapped_differentiated_and_transposed(name):
     assert relative_error(back, full) < 2**-6
 
 
-def test_what_is_no_whole_step_has_the_product_alone():
+def test_forward_functions_keep_the_product():
     """What is inserted are casts, and the derivative of a float32 result."""
 
     def fun(x, w):
@@ -219,7 +216,7 @@ def test_what_is_no_whole_step_has_the_product_alone():
     }
 
 
-def test_a_whole_step_runs_on_it(version):
+def test_a_whole_step_runs_on_it():
     """In loops and branches too; its weight gradients are float32 as they are."""
     w, x = normal(8, 8), normal(6, 8)
 
@@ -234,7 +231,7 @@ def test_a_whole_step_runs_on_it(version):
 
     rewritten = mixed_precision(step, "mixed_bfloat16")
     found = choices(trace(rewritten, w, x), "cpu_products")
-    assert bool(found) == (version == "0.10")
+    assert bool(found) == ROUNDS_SLOWLY
     error = relative_error(jax.jit(rewritten)(w, x) - w, step(w, x) - w)
     assert error < 0.03
 

@@ -202,7 +202,7 @@ def enlarged(size):
     ("size", "scatters"),
     [(6, 0), (12, 0), (18, 0), (9, 1), (4, 1)],
 )
-def test_what_is_repeated_in_place_is_summed_up(size, scatters):
+def test_gradients_of_repeats_are_sums(size, scatters):
     args = weights((5, 8), (8, 3)), jnp.asarray(normal(12, 5))
     program = traced(enlarged(size), *args)
     assert len(eqns(program, "scatter-add")) == scatters

@@ -66,7 +66,7 @@ def test_where_it_is_differentiated_nothing_is_left_of_it(softmax):
     assert len(choices(jaxpr, "softmax_rounded")) == 1
 
 
-def test_what_no_matrix_multiplication_reads_is_left_alone():
+def test_exponentials_that_no_product_reads_are_left_alone():
     def shares(w, x):
         return jax.nn.softmax(x @ w[0])
 

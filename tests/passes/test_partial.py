@@ -70,7 +70,7 @@ def test_the_gradients_are_as_good(policy):
         assert relative_error(values, reference) < EPS[policy]
 
 
-def test_only_what_is_smaller_is_summed_again():
+def test_partial_sums_are_smaller_than_their_array():
     """A sum over an axis of two would have to be written; another order is no part."""
     x = normal(6, 2, 3)
 

@@ -172,7 +172,7 @@ def strided(h):
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("take", [gap, last, overlapping, strided])
-def test_gaps_are_zeros_and_what_is_no_part_is_left(take):
+def test_gaps_are_zeros_and_other_arrays_are_left(take):
     w, x = (jnp.asarray(normal(*s)) for s in ((8, 24), (T, 8)))
     step = loss_of(take)
     found = joined_of(emitted(step, w, x), T, 24)

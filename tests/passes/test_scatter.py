@@ -146,6 +146,6 @@ def a_function(values, y):
         a_function,
     ],
 )
-def test_what_is_another_scatter_stays(fun):
+def test_other_scatters_stay(fun):
     _, edits = optimized(fun, VALUES, jnp.asarray(labels("fill", np.int32)))
     assert not edits

@@ -199,7 +199,7 @@ def test_whole_numbers_add_up_exactly(policy):
     assert found[0] == jax.jit(step)(w, xs)[0]
 
 
-def test_what_the_sum_starts_from_is_added():
+def test_the_initial_value_is_added():
     """A sum that the user wrote, of products that a loop makes."""
     (w,) = weights((D, H))
     xs, ys, start = normal(T, B, D), normal(T, B, H), normal(D, H)
@@ -303,7 +303,7 @@ NO_SUMS = [
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("body", NO_SUMS)
-def test_what_is_more_than_a_sum_stays(body):
+def test_carries_that_are_no_plain_sums_stay(body):
     def step(w, xs):
         size = D if body is not of_a_constant else H
         start = jnp.zeros((size, xs.shape[1] if body is of_a_constant else H))
@@ -428,7 +428,7 @@ def _loss_of_gated(params, xs, y):
     return jnp.square(hs @ params["out"] - y).mean()
 
 
-def test_reports_count_what_runs_once():
+def test_reports_count_equations_behind_the_loop_once():
     step, params, *batch = recurrent("elman")
     report = explain(step, "mixed_bfloat16")(params, *batch)
     plain = explain(step, "float32")(params, *batch)

@@ -113,7 +113,7 @@ peak.defvjp(lambda h, top: (top, (h, top)), peak_backward)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_compared_in_another_pass_is_read_rounded(policy):
+def test_values_compared_in_the_backward_pass_are_read_rounded(policy):
     """If none equals the maximum, the gradient is 0 / 0."""
 
     def picked(params, x):
@@ -130,7 +130,7 @@ def test_what_is_compared_in_another_pass_is_read_rounded(policy):
     assert relative_error(half, descend(*arguments())) < 0.1
 
 
-def test_what_is_read_is_told():
+def test_unrounded_reads_are_reported():
     """It is a step of the rewritten program, with a name."""
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *arguments())
     found = choices(jaxpr, "read_before_rounding")

@@ -132,7 +132,7 @@ def multiplies(t, s, r):
 
 
 @pytest.mark.parametrize(("made", "fewer"), [(returns, 1), (multiplies, 3)])
-def test_what_is_needed_or_made_of_more_is_stacked(made, fewer, with_all_stacks):
+def test_derivatives_of_tanh_alone_are_unstacked(made, fewer, with_all_stacks):
     """Derivatives of tanh alone are left out."""
 
     def loss(params, xs):
@@ -174,9 +174,7 @@ def cube(y):
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("last", [jnp.log, jnp.sqrt, beyond_one, cube])
-def test_what_was_asked_for_in_float32_is_not_made_of_half(
-    last, policy, with_all_stacks
-):
+def test_full_precision_is_not_recomputed_from_half(last, policy, with_all_stacks):
     """A product reads a rounded gate; 1 less the gate is exact, as the user said."""
     (w,), xs = weights((8, 8)), normal(5, 3, 8)
 
@@ -312,7 +310,7 @@ def test_a_loop_over_steps():
     assert relative_error(found, plain) < EPS["mixed_bfloat16"]
 
 
-def test_diagnose_runs_what_is_computed_again():
+def test_diagnose_runs_recomputed_values():
     """Its results are those of the rewritten program, which reads rounded gates."""
     step, args = step_of(loss_of(lstm)), arguments()
     plain = jax.jit(step)(*args)

@@ -112,7 +112,7 @@ def test_a_waiting_cotangent_is_written_in_half():
     assert [str(e.outvars[0].aval.dtype) for e in parts] == ["bfloat16"]
 
 
-def test_what_is_read_at_once_is_not():
+def test_cotangents_read_at_once_do_not_wait():
     step, args = gradient_step(rotated), pair()
     assert restored(trace(mixed_precision(step, "mixed_bfloat16"), *args)) == []
 

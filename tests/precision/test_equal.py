@@ -103,7 +103,7 @@ def test_a_loop_is_a_program_of_its_own():
     assert len(products(before)) - len(products(after)) == 4
 
 
-def test_what_a_checkpoint_computes_again_stays():
+def test_rematerialized_products_stay():
     def step(params, x):
         def loss(params):
             return jax.checkpoint(generator)(params, x).mean()
@@ -133,14 +133,14 @@ def inner(params, z):
 
 
 @pytest.mark.parametrize("again", [apart, asked, exact, inner])
-def test_what_a_user_wants_otherwise_is_another_value(again):
+def test_products_that_a_user_tells_apart_are_other_values(again):
     def step(*args):
         return gan(*args, again=again)
 
     assert is_same(step, *arguments())
 
 
-def test_what_scopes_tell_apart_is_another_value():
+def test_products_under_other_scopes_are_other_values():
     def step(*args):
         return gan(*args, again=jax.named_scope("second")(generator))
 

@@ -70,7 +70,7 @@ def test_other_dtypes_stay(policy):
 
 
 @both
-def test_danger_reaches_to_the_next_product(policy):
+def test_deny_reaches_to_the_next_product(policy):
     w, x = weights((W, W), (4, W))
 
     def f(x):

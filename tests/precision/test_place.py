@@ -18,7 +18,7 @@ from jmp_rewrite._precision.placement import (
     Storage,
     cheapest,
     propagate,
-    settle,
+    prune,
 )
 from jmp_rewrite._rules.table import Category
 
@@ -118,15 +118,15 @@ def test_nothing_is_half_without_a_product():
     assert propagate(chain("gcbg")) == [False] * 4
 
 
-def test_danger_wins_over_a_half_operand():
-    """add(product, exp) is float32: any dangerous operand decides."""
+def test_deny_wins_over_a_half_operand():
+    """add(product, exp) is float32: any denied operand decides."""
     graph = graph_of("wbg", [(0, 2), (1, 2)])
     assert propagate(graph) == [True, False, False]
 
 
-def settled(kinds, edges, returned=(), sinks=(), carries=()):
+def pruned(kinds, edges, returned=(), sinks=(), carries=()):
     graph = graph_of(kinds, edges, carries)
-    labels = settle(graph, propagate(graph), (), (), returned, sinks)
+    labels = prune(graph, propagate(graph), (), (), returned, sinks)
     return painted(kinds, labels)
 
 
@@ -145,35 +145,35 @@ def line(kinds):
         ("wgg", "Wgg"),  # nobody reads it in half
     ],
 )
-def test_settled_chains(kinds, expected):
+def test_pruned_chains(kinds, expected):
     """What no half node reads is float32."""
-    assert settled(kinds, line(kinds)) == expected
+    assert pruned(kinds, line(kinds)) == expected
 
 
 def test_a_shared_argument_is_cast_on_the_edge():
     """A reshaped target that the loss reads too is not rounded for the product."""
-    assert settled("cwg", [(0, 1), (0, 2)]) == "cWg"
+    assert pruned("cwg", [(0, 1), (0, 2)]) == "cWg"
 
 
 def test_a_returned_argument_is_not_rounded():
     """What the program returns as well stays float32."""
-    assert settled("cw", [(0, 1)], returned={0}) == "cW"
+    assert pruned("cw", [(0, 1)], returned={0}) == "cW"
 
 
 def test_a_comparison_follows_what_it_reads():
     """A comparison is half where its operand is, and only there."""
     edges = [(0, 1), (1, 2), (1, 3)]
-    assert settled("wcwc", edges, sinks={3}) == "WCWC"
-    assert settled("cwc", [(0, 1), (0, 2)], sinks={2}) == "cWc"
+    assert pruned("wcwc", edges, sinks={3}) == "WCWC"
+    assert pruned("cwc", [(0, 1), (0, 2)], sinks={2}) == "cWc"
 
 
 def test_a_carry_that_float32_reads_is_float32():
     """A carry made in float32 is half only if all readers are products."""
     # 0 received, 1 product, 2 wall, 3 handed on
     edges = [(0, 1), (1, 2), (2, 3), (3, 0)]
-    assert settled("cwnc", edges, carries=[(3, 0)]) == "CWnC"
+    assert pruned("cwnc", edges, carries=[(3, 0)]) == "CWnC"
     both = [*edges, (0, 2)]
-    assert settled("cwnc", both, carries=[(3, 0)]) == "cWnc"
+    assert pruned("cwnc", both, carries=[(3, 0)]) == "cWnc"
 
 
 @st.composite

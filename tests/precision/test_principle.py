@@ -315,7 +315,7 @@ def test_zeros_and_ones_copy_exact_values():
     np.testing.assert_array_equal(np.asarray(plain), np.asarray(found))
 
 
-def test_what_they_select_of_activations_is_half():
+def test_selected_activations_are_half():
     x, w = weights((W, W), (W, W))
     select = lambda x: jnp.eye(W)[::-1] @ jnp.tanh(x @ w) @ w  # noqa: E731
     assert all(
@@ -358,7 +358,7 @@ def test_small_values_are_not_stored_in_half(size, half):
 def test_advice_on_a_loop_that_may_never_end():
     w, x = weights((W, W), (W, W))
 
-    def settle(tolerance):
+    def iterated(tolerance):
         def wait(state):
             return state[1] > tolerance
 
@@ -368,9 +368,9 @@ def test_advice_on_a_loop_that_may_never_end():
 
         return lambda x: lax.while_loop(wait, step, (x, jnp.float32(1)))[0]
 
-    advice = " ".join(explain(settle(1e-5), "bfloat16")(x).advice)
+    advice = " ".join(explain(iterated(1e-5), "bfloat16")(x).advice)
     assert "waits for a value below 1e-05" in advice and "full_precision" in advice
-    assert "waits" not in " ".join(explain(settle(0.1), "bfloat16")(x).advice)
+    assert "waits" not in " ".join(explain(iterated(0.1), "bfloat16")(x).advice)
 
 
 def test_advice_on_a_number_that_hides_what_it_is_added_to():

@@ -427,7 +427,7 @@ def test_every_policy_object_warns():
             mixed_precision(two, Policy(BF16, scopes={"nowhere": "half"}))(X, W)
 
 
-def test_what_matched_once_is_not_missed():
+def test_a_scope_that_matched_once_is_not_missed():
     """A train step and an evaluation share a policy, but not all scopes."""
     policy = Policy(BF16, scopes={"head": "float32"})
     mixed_precision(two, policy)(X, W)
@@ -498,7 +498,7 @@ def test_values_under_allow(name):
     np.testing.assert_allclose(jax.jit(half)(X, W), f(X, W), rtol=0.02)
 
 
-def test_deny_of_what_holds_a_program():
+def test_deny_applies_to_a_body_as_a_whole():
     def f(x, w):
         return lax.scan(lambda c, _: (c @ w, None), x @ w, None, length=2)[0]
 

@@ -200,7 +200,7 @@ def test_small_tables_name_primitives_of_the_large_one():
         assert set(names) <= set(RULES)
 
 
-def test_float16_denies_what_bfloat16_can_hold():
+def test_float16_denies_more_than_bfloat16():
     assert FLOAT16
     for name, category in FLOAT16.items():
         assert (category, RULES[name]) == (DENY, INFER), name
@@ -232,7 +232,7 @@ def test_agrees_with_tensorflow(dtype):
     assert differs == {key for key in DEPARTS if key[0] == dtype}
 
 
-def test_what_tensorflow_leaves_off_its_float16_list_is_full_there():
+def test_primitives_off_tensorflow_s_float16_list_are_full_there():
     for name in ("rsqrt", "square"):
         assert default_rules("float16")[name] is DENY
 

@@ -1,6 +1,6 @@
 """Whether stored weights change a bit of other people's forward passes.
 
-    PYTHONPATH=. python benchmarks/stored_bits.py [--only NAME ...] [--json FILE]
+    PYTHONPATH=. python tests/libraries/stored_bits.py [--only NAME ...] [--json FILE]
 
 For each program of the zoo (of the libraries that are installed), compiled on this CPU:
 results of `for_inference` with stored and with unstored weights, beside those of
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib.metadata
+import json
 import os
 import pathlib
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-import results  # noqa: E402
 import zoo_models  # noqa: E402
 
 from jmp_rewrite import for_inference, mixed_precision  # noqa: E402
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=sorted(zoo_models.PROGRAMS))
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
+    rows: dict[str, Any] = {}
     total: collections.Counter[str] = collections.Counter()
     version = importlib.metadata.version("jax")
     print(f"JAX {version}\n{'':34}weights  stored    MB -> MB  numbers  other bits")
@@ -110,11 +111,12 @@ def main() -> None:
                 f"{bits.numbers:9}{bits.unstored_differ:6}{bits.stored_differ:6}",
                 flush=True,
             )
-            if options.json:
-                row = {name: {policy: bits._asdict()}}
-                results.merge(options.json, "programs", row)
+            rows.setdefault(name, {})[policy] = bits._asdict()
         jax.clear_caches()
     print(dict(total))
+    if options.json:
+        about = {"versions": {"jax": version}, "programs": rows}
+        options.json.write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

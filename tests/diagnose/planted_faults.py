@@ -1,6 +1,6 @@
 """Faults of the kinds that half precision makes, planted one at a time.
 
-    python benchmarks/planted_faults.py [--json OUT]
+    python tests/diagnose/planted_faults.py [--json OUT]
 
 For each fault: the line that was planted (it ends in `# planted`), the first line that
 `jmp_rewrite.diagnose` names, the policy that it finds, and the error of the results

@@ -1,4 +1,4 @@
-"""Danger: what can leave the range of half or lose its digits, and what follows."""
+"""What is downstream of values that leave the range of half or lose their digits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def spread(
                 origin[reader] = origin[node]
                 stack.append(reader)
                 if pins.full[reader] is None:
-                    pins.full[reader] = "full: downstream of something dangerous"
+                    pins.full[reader] = "full: downstream of a denied value"
                     pins.upstream[reader] = origin[node]
 
 
@@ -91,16 +91,16 @@ _ROUNDED_AFTER = frozenset(
 
 
 def rounds_after(graph: Graph, pins: Pins, policy: Policy) -> frozenset[int]:
-    """Returns what computes in float32 and may be rounded once, afterwards.
+    """Returns the nodes that compute in float32, and whose result may be rounded.
 
-    That is what something dangerous lies upstream of: a layer norm's result, the
+    That is what a denied value lies upstream of: a layer norm's result, the
     probabilities of a softmax; and in bfloat16, which has float32's range, an `exp`
     itself. In float16 it is only what a product reads, because that is rounded anyway.
     """
-    endangered = {n for n, source in enumerate(pins.upstream) if source >= 0}
+    downstream = {n for n, source in enumerate(pins.upstream) if source >= 0}
     if policy.compute_dtype != np.float16:
         return frozenset(
-            endangered
+            downstream
             | {
                 n.index
                 for n in graph.nodes
@@ -118,7 +118,7 @@ def rounds_after(graph: Graph, pins: Pins, policy: Policy) -> frozenset[int]:
             product = pins.categories[reader] is ALLOW and pins.full[reader] is None
             if product or (reader in read and pins.categories[reader] is CLEAR):
                 read.add(node.index)
-    return frozenset(endangered & read)
+    return frozenset(downstream & read)
 
 
 def lossy(graph: Graph, dtype: Any) -> frozenset[int]:

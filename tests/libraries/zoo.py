@@ -4,7 +4,7 @@ For each program: the share of matrix FLOPs that run on half operands, the error
 outputs and gradients against float64 (in eps of the compute dtype, global norm) beside
 the library's own half-precision mode, and what was not rewritten, with the reason.
 
-    python benchmarks/zoo.py [--only NAME ...] [--json OUT]
+    python tests/libraries/zoo.py [--only NAME ...] [--json OUT]
 
 Two decorations are measured: `grad(mixed_precision(loss))` ("loss") and
 `mixed_precision(step)` ("step": forward, backward and AdamW).

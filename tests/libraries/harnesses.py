@@ -1,6 +1,6 @@
 """JAX's own test harnesses under `mixed_precision`: each primitive in all its uses.
 
-    python benchmarks/harnesses.py [--only TEXT] [--part I/N] [--json OUT]
+    python tests/libraries/harnesses.py [--only TEXT] [--part I/N] [--json OUT]
 
 JAX ships with what its own tests and exporters are tried on:
 `jax/_src/internal_test_util/test_harnesses.py`, 5,490 small functions with

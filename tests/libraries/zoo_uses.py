@@ -3,7 +3,7 @@
 Each function returns what the use gives and what it should give, in float32; the two
 have to agree to a few eps of bfloat16 and in tree, shapes and dtypes.
 
-    python benchmarks/zoo_uses.py [--only NAME ...]
+    python tests/libraries/zoo_uses.py [--only NAME ...]
 """
 
 from __future__ import annotations
