@@ -69,19 +69,19 @@ SWITCHED = {
 
 def pytest_generate_tests(metafunc):
     if metafunc.definition.get_closest_marker("passes"):
-        metafunc.fixturenames.append("switched")
         metafunc.parametrize("switched", ["all", *SWITCHED], indirect=True)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def switched(request):
-    """Runs a test with other passes than the default ones, or for another device."""
-    if request.param == "all":
+    """Runs a test marked `passes` with other passes, or for another device."""
+    name = getattr(request, "param", "all")
+    if name == "all":
         yield
         return
     import jmp_rewrite
 
-    passes, device = SWITCHED[request.param]
+    passes, device = SWITCHED[name]
     with jmp_rewrite.use_passes(passes, device=device):
         yield
 
