@@ -15,7 +15,14 @@ import pytest
 from helpers import arrays, dtypes_in, products, trace
 from jax import lax
 
-from jmp_rewrite import Policy, explain, loss_scaling, mixed_precision, scale_loss
+from jmp_rewrite import (
+    Policy,
+    explain,
+    loss_scaling,
+    mixed_precision,
+    scale_loss,
+    use_passes,
+)
 
 BF16 = "mixed_bfloat16"
 # Every layer has its own width, so that a shape tells whose product it is.
@@ -141,10 +148,11 @@ def test_the_first_layer_has_no_dx(what):
 
 
 def paths_of_scoped(fun, *args, scope):
-    """Returns the number of float32 products, and of all."""
-    rewritten = trace(
-        mixed_precision(fun, Policy(BF16, scopes={scope: "float32"})), *args
-    )
+    """Returns the number of float32 products, and of all, before passes."""
+    with use_passes("none"):
+        rewritten = trace(
+            mixed_precision(fun, Policy(BF16, scopes={scope: "float32"})), *args
+        )
     found = [dtypes_in(e)[0] for e in products(rewritten)]
     return found.count("float32"), len(found)
 
