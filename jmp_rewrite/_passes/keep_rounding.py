@@ -58,15 +58,18 @@ def keep_rounding(editor: Editor) -> None:
 
 def _is_read_by_product(body: Body, var: Any) -> bool:
     """Whether a product reads a value, seen through moves and calls."""
-    for place, index, _ in uses(body, var):
-        if index >= 0:
-            eqn = place.eqns[index]
-            if eqn.primitive.name in PRODUCTS:
+    stack, seen = [(body, var)], set[tuple[Body, Any]]()
+    while stack:
+        at = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        for place, index, _ in uses(*at):
+            name = place.eqns[index].primitive.name if index >= 0 else ""
+            if name in PRODUCTS:
                 return True
-            if eqn.primitive.name in MOVES and any(
-                _is_read_by_product(place, v) for v in eqn.outvars
-            ):
-                return True
+            if name in MOVES:
+                stack += [(place, v) for v in place.eqns[index].outvars]
     return False
 
 
@@ -77,10 +80,14 @@ def _is_remade(editor: Editor, body: Body, value: Any) -> bool:
         return False
     size = math.prod(value.aval.shape)
     stack, found = [(body, value)], set[tuple[Body, Any]]()
+    seen: set[tuple[Body, Any]] = set()
     while stack and len(found) < 2:
         body, atom = stack.pop()
         if hasattr(atom, "val") or 2 * math.prod(atom.aval.shape) < size:
             continue
+        if (body, atom) in seen:
+            continue
+        seen.add((body, atom))
         index = body.maker.get(atom, -1)
         if atom.aval.dtype == editor.half:
             found.add((body, atom))
