@@ -25,6 +25,15 @@ def of_two(h, g, out):
     return jnp.log(jnp.square(e).sum(-1)) - jnp.square(e).mean(-1)
 
 
+def many_paths(h, g, out):
+    """Doubled again and again: there are 2^60 ways back to the stored array."""
+    h = h - h.max(-1, keepdims=True)
+    for _ in range(60):
+        h = 0.5 * h + 0.5 * h
+    e = jnp.exp(h)
+    return jnp.log(e.sum(-1)) - jnp.square(e).mean(-1)
+
+
 def read_by_a_product(h, g, out):
     e = jnp.exp(h - h.max(-1, keepdims=True))
     return jnp.square(e) @ out + e @ out
@@ -32,7 +41,13 @@ def read_by_a_product(h, g, out):
 
 @pytest.mark.parametrize(
     ("function", "kept"),
-    [(of_one, 0), (through_a_call, 0), (of_two, 1), (read_by_a_product, 1)],
+    [
+        (of_one, 0),
+        (through_a_call, 0),
+        (many_paths, 0),
+        (of_two, 1),
+        (read_by_a_product, 1),
+    ],
 )
 def test_an_exponential_of_one_stored_array_is_computed_again(function, kept):
     """Each kernel reads that array as it would read the exponential."""
