@@ -111,6 +111,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         products = pins.products()
     small = statistics(graph, pins.categories)
     _pin_read_unrounded(graph, pins, products, made, small)
+    added = sums_with_exact(graph, products, made, state)
+    _pin_all(pins, dict.fromkeys(added, ADDED))
     ends = state | {n.index for n in graph.nodes if _is_number(n)}
     useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
     useful |= loops.cotangents_into_loops(graph, products, state)
@@ -154,16 +156,14 @@ def _pin_read_unrounded(
     """Pins what is read by code that multiplies an error."""
     sharp = read_sharply(graph, products, pins.out_of_range)
     held = {n: r for n, r in differences(graph, made, small).items() if n not in sharp}
-    reasons = {
-        n: f"full: read unrounded by {graph.nodes[reader].name}"
-        for n, reader in sharp.items()
-    }
-    reasons |= dict.fromkeys(held, DIFFERENCE)
     blame = {**sharp, **held}
+    logs = {n: r for n, r in held.items() if graph.nodes[r].name == "log"}
+    reasons: dict[int, str] = dict.fromkeys(held, DIFFERENCE)
+    for node, reader in (*sharp.items(), *logs.items()):
+        reasons[node] = f"full: read unrounded by {graph.nodes[reader].name}"
     _pin_all(pins, {n: r for n, r in reasons.items() if n not in products}, blame)
     pins.read_by = {n: r for n, r in reasons.items() if n in products}
     pins.blame |= {n: blame[n] for n in pins.read_by if pins.full[n] is None}
-    _pin_all(pins, dict.fromkeys(sums_with_exact(graph, products, made), ADDED))
 
 
 def _pin_the_rest(

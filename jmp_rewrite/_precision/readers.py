@@ -143,23 +143,28 @@ def _is_exact(value: Value, graph: Graph, made: set[int]) -> bool:
     return value.node < 0 or graph.nodes[value.node].of_bits is None
 
 
-def sums_with_exact(graph: Graph, products: set[int], made: set[int]) -> set[int]:
+def sums_with_exact(
+    graph: Graph, products: set[int], made: set[int], state: set[int]
+) -> set[int]:
     """Returns the made nodes that an exact array of their size is added to.
 
     A rounding would be one of that array as well: it comes before the sum. So it does
     before a running sum, which goes on adding what no matrix multiplication has made of
     that array. What one has made of it is a layer's, and the sum the stream between
-    layers.
+    layers. Of state nobody asks that: it is float32 anyway.
     """
     found: dict[int, Value] = {}
+    readers: dict[Hashable, list[int]] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            readers.setdefault((value.node, value.argument), []).append(node.index)
     after: dict[Hashable, set[int]] = {}
 
     def is_layer(node: int, exact: Value) -> bool:
-        key = (exact.node, exact.argument)
+        key = exact.node, exact.argument
         if key not in after:
             consumers = graph.consumers()
-            readers = [n.index for n in graph.nodes if _reads(n, exact)]
-            after[key] = reached(reached(readers, consumers) & products, consumers)
+            after[key] = reached(reached(readers[key], consumers) & products, consumers)
         return node in after[key]
 
     for node in graph.nodes:
@@ -173,7 +178,7 @@ def sums_with_exact(graph: Graph, products: set[int], made: set[int]) -> set[int
                 found[node.index] = value
             elif value.node in found and other.size == node.size:
                 exact = found[value.node]
-                if not is_layer(other.node, exact):
+                if node.index in state or not is_layer(other.node, exact):
                     found.setdefault(node.index, exact)
     return set(found)
 
@@ -187,12 +192,6 @@ def _own_size(value: Value, graph: Graph) -> int:
             break
         (value,) = node.inputs
     return value.size
-
-
-def _reads(node: Node, value: Value) -> bool:
-    if value.node >= 0:
-        return any(v.node == value.node for v in node.inputs)
-    return any(v.node < 0 and v.argument == value.argument for v in node.inputs)
 
 
 def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int, int]:
