@@ -256,6 +256,14 @@ def test_a_difference_from_an_exact_array_reads_unrounded_values(bias):
     assert ("read unrounded by a difference" in why) is bias
 
 
+def test_explain_names_a_logarithm():
+    x, w, v, b = weights((W, W), (W, W), (W, W), (W, W))
+    fun = lambda x: jnp.log(2 + jnp.tanh(x @ w + b)) @ v  # noqa: E731
+    report = explain(fun, "mixed_bfloat16")(x)
+    (why,) = [e.reason for e in report.equations if e.primitive == "tanh"]
+    assert "read unrounded by log at test_principle.py:" in why
+
+
 @both
 @pytest.mark.parametrize("scale", [1e6, 2.0])
 def test_what_a_number_out_of_range_scales_is_not_rounded(scale, policy):
