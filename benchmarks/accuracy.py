@@ -23,7 +23,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import pathlib
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,9 +36,12 @@ import models
 import modes
 import numpy as np
 import results
-import zoo_float64
 
 from jmp_rewrite import _compat
+
+LIBRARIES = pathlib.Path(__file__).parents[1] / "tests" / "libraries"
+sys.path.append(str(LIBRARIES))
+import zoo_float64  # noqa: E402
 
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = _FLAGS + " --xla_disable_hlo_passes=transpose-folding"
