@@ -95,9 +95,10 @@ def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]
 
     Both operands are float32 by JAX's promotion, one of them perhaps exact; or one
     still holds the exact value that was added to it, and an exact value or a number is
-    taken off; or both are sums of one value and others. A logarithm is a difference as
-    well, of exponents. So is what they are made of, back to the matrix multiplications;
-    beside an exact value, elementwise.
+    taken off; or both are sums of one value and others, which is added with its other
+    sign in a backward pass. A logarithm is a difference as well, of exponents. So is
+    what they are made of, back to the matrix multiplications; beside an exact value,
+    elementwise.
 
     Args:
       graph: the program.
@@ -118,15 +119,19 @@ def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]
                 _follow_back(node, promoted, graph, found, near=bool(exact))
             if _cancels(node, offset, known):
                 _follow_back(node, offset, graph, found)
-            if node.name == "sub" and len(node.inputs) == 2:
+            if len(node.inputs) == 2:
                 _follow_back(node, _on_the_way_to_shared(node, graph), graph, found)
     return found
 
 
 def _on_the_way_to_shared(node: Node, graph: Graph) -> set[int]:
-    """Returns the sums through which both operands of a difference hold one term."""
+    """Returns the sums through which both operands of a difference hold one term.
+
+    A sum of a cotangent and of its negative is such a difference, too.
+    """
     first, second = (_terms(v, graph) for v in node.inputs)
-    shared = {n for n, sign in first.items() if second.get(n) == sign}
+    turn = 1 if node.name == "sub" else -1
+    shared = {n for n, sign in first.items() if second.get(n) == turn * sign}
     return (first.keys() | second.keys()) - shared if shared else set()
 
 

@@ -146,6 +146,14 @@ FOUND = {
         ("v1", "v3"),
         "gradient",
     ),
+    "cotangent_before_layers": Program(
+        (
+            Statement("v0", "runge_kutta", ("w1", "x")),
+            Statement("v1", "linear_2", ("v0",)),
+        ),
+        ("v1",),
+        "gradient",
+    ),
     # Exact arrays were rounded with what they were added to.
     "input": Program((Statement("v0", "fixed_point", ("x", "w1")),), ("v0",)),
     # A sum went on adding to what an exact array was added to, without weights.
