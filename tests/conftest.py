@@ -56,6 +56,16 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 20)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def clear_caches():
+    """Forgets what a file's tests compiled.
+
+    Each compiled program holds memory maps, of which Linux gives a process 65,530.
+    """
+    yield
+    jax.clear_caches()
+
+
 # What tests marked `passes` run with beside the default: no passes, and the program
 # that each kind of device is given.
 SWITCHED = {

@@ -20,6 +20,7 @@ NAMES = [n for n in zoo_models.PROGRAMS if n.startswith(LIBRARIES)]
 def defaults_of_jax():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+    jax.clear_caches()  # one test compiles hundreds of programs
 
 
 @pytest.mark.filterwarnings("ignore")  # of other people's libraries
