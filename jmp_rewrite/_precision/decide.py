@@ -238,8 +238,11 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
 
     The gradient of a maximum asks which elements equal it, and divides by their number.
     If the maximum were of rounded copies, none would, and the gradient would be NaN.
+    A router asks which are as large as the second largest.
     """
-    compares = [n.index for n in graph.nodes if n.name in COMPARES]
+    compares = [
+        n.index for n in graph.nodes if n.name in COMPARES and len(n.inputs) > 1
+    ]
 
     def picks(node: int) -> bool:
         return graph.nodes[node].name in _PICKS

@@ -42,6 +42,7 @@ _KEEPS_OFFSET = MOVES | {
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _TURNS = frozenset({"neg"})
+_VIEWS = MOVES | {"broadcast_in_dim"}
 # What a loop hands on, to its next iteration or behind it, is one of these.
 _CARRIES = frozenset({"carry_in", "join"})
 # A value is the same but for a number behind these, if they read nothing else.
@@ -108,7 +109,7 @@ def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if any(_spreads(v, graph, small) for v in node.inputs):
+        if _normalizes(node, graph, small):
             continue
         if node.name == "log":
             _follow_back(node, promoted, graph, found, near=True)
@@ -178,7 +179,7 @@ def sums_with_exact(
         if is_backward(node):
             continue
         for value, other in zip(node.inputs, node.inputs[::-1], strict=True):
-            is_own = value.made_of_data and _own_size(value, graph) == node.size
+            is_own = value.made_of_data and _source(value, graph).size == node.size
             if is_own and _is_exact(value, graph, made):
                 found[node.index] = value
             elif value.node in found and other.size == node.size:
@@ -186,17 +187,6 @@ def sums_with_exact(
                 if node.index in state or not is_layer(other.node, exact):
                     found.setdefault(node.index, exact)
     return set(found)
-
-
-def _own_size(value: Value, graph: Graph) -> int:
-    """Returns the size of what a value is spread from, as a bias is over a batch."""
-    while value.node >= 0:
-        node = graph.nodes[value.node]
-        is_view = node.name in MOVES or node.name == "broadcast_in_dim"
-        if not is_view or len(node.inputs) != 1:
-            break
-        (value,) = node.inputs
-    return value.size
 
 
 def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int, int]:
@@ -361,12 +351,37 @@ def _terms(value: Value, graph: Graph) -> dict[int, int]:
     return found
 
 
-def _spreads(value: Value, graph: Graph, small: set[int]) -> bool:
-    """Whether a value is a statistic, spread over what it is subtracted from."""
-    while value.node >= 0 and value.node not in small:
+def _normalizes(node: Node, graph: Graph, small: set[int]) -> bool:
+    """Whether a node takes a statistic off what it is of, or off another one."""
+    views = _VIEWS | {"gather"}
+    sources = {_source(v, graph, views, small).node for v in node.inputs}
+    statistics = sources & small
+    return bool(statistics) and all(
+        _is_made_of(s, n, graph) for s in statistics for n in sources - small
+    )
+
+
+def _source(
+    value: Value,
+    graph: Graph,
+    views: AbstractSet[str] = _VIEWS,
+    ends: AbstractSet[int] = frozenset(),
+) -> Value:
+    """Returns what a value is a view of, or spread from, as a bias is over a batch."""
+    while value.node >= 0 and value.node not in ends:
         node = graph.nodes[value.node]
-        is_view = node.name in MOVES or node.name in ("broadcast_in_dim", "gather")
-        if not is_view or len(node.inputs) != 1:
-            return False
+        if node.name not in views or len(node.inputs) != 1:
+            break
         (value,) = node.inputs
-    return value.node in small
+    return value
+
+
+def _is_made_of(node: int, source: int, graph: Graph) -> bool:
+    """Whether a node is made of another one in a few steps."""
+    reads = graph.predecessors()
+    found = [node]
+    for index in found:
+        found += [n for n in reads[index] if n not in found]
+        if source in found or len(found) > _MOST_TERMS:
+            break
+    return source in found

@@ -303,6 +303,32 @@ FOUND = {
         ),
         ("v2",),
     ),
+    # A threshold was picked from rounded values, and compared with unrounded ones.
+    "second_largest": Program(
+        (
+            Statement("v0", "gated_experts", ("w1", "x")),
+            Statement("v1", "log_likelihood", ("w2", "v0")),
+            Statement("v2", "gated_experts", ("v1", "v1")),
+        ),
+        ("v2",),
+        "gradient",
+    ),
+    # A statistic was taken off what it is not of.
+    "statistic_of_another": Program(
+        (
+            Statement("v1", "log_likelihood", ("x", "x")),
+            Statement(
+                "v5",
+                "unrolled_change",
+                ("v1", "w1"),
+                (
+                    Statement("v2", "linear", ("x", "a")),
+                    Statement("v4", "transport", ("x", "x")),
+                ),
+            ),
+        ),
+        ("v5",),
+    ),
     # A product was rounded that float32 code alone reads.
     "small": chain("small_product"),
     "decomposed": chain("sandwich", "determinant"),

@@ -256,6 +256,21 @@ def test_a_difference_from_an_exact_array_reads_unrounded_values(bias):
     assert ("read unrounded by a difference" in why) is bias
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_only_its_own_statistic_is_no_offset(own):
+    """A normalization takes off a mean of its operand; another one's is an offset."""
+    x, w, v = weights((64, W), (W, W), (W, W))
+
+    def fun(x):
+        mean = jnp.mean(x + 1000, -1, keepdims=True)
+        h = mean + jnp.tanh(x @ w)
+        return (h - (jnp.mean(h, -1, keepdims=True) if own else mean)) @ v
+
+    report = explain(fun, "mixed_bfloat16")(x)
+    why = [e.reason for e in report.equations if e.primitive == "add"][-1]
+    assert ("read unrounded by a difference" in why) is not own
+
+
 def test_explain_names_a_logarithm():
     x, w, v, b = weights((W, W), (W, W), (W, W), (W, W))
     fun = lambda x: jnp.log(2 + jnp.tanh(x @ w + b)) @ v  # noqa: E731
