@@ -38,14 +38,11 @@ COSTLY = frozenset(
 # The results of these are elements of their operands.
 PICKS = frozenset(
     {
-        "approx_top_k",
         "broadcast_in_dim",
         "clamp",
         "cummax",
         "cummin",
-        "dynamic_slice",
         "expand_dims",
-        "gather",
         "max",
         "min",
         "pmax",
@@ -55,19 +52,16 @@ PICKS = frozenset(
         "reduce_window_max",
         "reduce_window_min",
         "reshape",
-        "rev",
         "select_n",
-        "slice",
         "sort",
         "squeeze",
         "stop_gradient",
-        "top_k",
         "transpose",
     }
 )
 
-# These ask which elements are the same, or which of two is the larger one.
-COMPARES = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
+# These ask which elements are the same.
+COMPARES = frozenset({"eq", "ne"})
 
 # These compute no new numbers: half operands make an exact half result.
 EXACT = frozenset(name for name, c in RULES.items() if c is Category.CLEAR)
