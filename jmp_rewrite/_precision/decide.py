@@ -60,17 +60,9 @@ _SPREADS = frozenset(
 
 
 # The results of these are elements of their operands.
-_PICKS = PICKS | {
-    "approx_top_k",
-    "dynamic_slice",
-    "gather",
-    "rev",
-    "slice",
-    "stack_out",
-    "top_k",
-}
-# These ask which elements are the same, or which of two is the larger one.
-_COMPARES = COMPARES | {"ge", "gt", "le", "lt"}
+_PICKS = PICKS | {"dynamic_slice", "gather", "rev", "slice", "stack_out"}
+# These ask which of two is the larger one. A known number was picked from neither.
+_ORDERS = frozenset({"ge", "gt", "le", "lt"})
 
 
 # These hold a jaxpr that takes float32 scalars.
@@ -251,7 +243,9 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
     A router asks which are as large as the second largest.
     """
     compares = [
-        n.index for n in graph.nodes if n.name in _COMPARES and len(n.inputs) > 1
+        n.index
+        for n in graph.nodes
+        if n.name in COMPARES or (n.name in _ORDERS and len(n.inputs) > 1)
     ]
 
     def picks(node: int) -> bool:

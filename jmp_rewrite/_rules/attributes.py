@@ -38,6 +38,7 @@ COSTLY = frozenset(
 # The results of these are elements of their operands.
 PICKS = frozenset(
     {
+        "approx_top_k",
         "broadcast_in_dim",
         "clamp",
         "cummax",
@@ -56,6 +57,7 @@ PICKS = frozenset(
         "sort",
         "squeeze",
         "stop_gradient",
+        "top_k",
         "transpose",
     }
 )
