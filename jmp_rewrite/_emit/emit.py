@@ -168,7 +168,7 @@ class Emitter:
         if is_product and "preferred_element_type" in eqn.params:
             return self._product(eqn, label, env)
         if label is Label.ROUNDED:
-            return self._wide(eqn, entry in self.plan.saturates, env)
+            return self._wide(eqn, entry, env)
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, env, literals)
 
@@ -185,8 +185,12 @@ class Emitter:
             return [Cell(float32_result(eqn, values, self.later))]
         return [Cell(x) for x in _compat.bind(eqn, values, params)]
 
-    def _wide(self, eqn: Any, saturates: bool, env: dict[Any, Cell]) -> list[Cell]:
+    def _wide(self, eqn: Any, node: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
+        if node in self.plan.lookups:
+            found = self._as_it_was(eqn, env)
+            return [Cell(narrow(x.value, self.plan.half)) for x in found]
+        saturates = node in self.plan.saturates
         cells = []
         for cell in self._as_it_was(eqn, env):
             if cell.value.dtype == FLOAT32:

@@ -66,6 +66,8 @@ class Verdicts:
         name = UNKNOWN if category is None else category.value
         label = self._plan.labels[index]
         if category is not Category.ALLOW and label is Label.ROUNDED:
+            if index in self._plan.lookups:
+                return Verdict(name, f"full: {_LOOKUP}")
             return Verdict(name, f"full: {_rounded(self._graph.nodes[index])}")
         if label is not Label.FLOAT32:
             return Verdict(name, f"half: {self._why_half(index)}")
@@ -127,6 +129,7 @@ class Verdicts:
         return self._plan.graph
 
 
+_LOOKUP = "its result is rounded as an activation is multiplied by the table"
 _REDUCED = "reduce_dtype sums gradients over devices in half"
 
 

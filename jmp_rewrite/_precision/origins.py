@@ -112,7 +112,8 @@ def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
     return known is not None and bool(np.all((known == 0) | (known == 1)))
 
 
-_SLICES = frozenset({"dynamic_slice", "gather", "slice"})
+_LOOKUPS = frozenset({"dynamic_slice", "gather"})
+_SLICES = _LOOKUPS | {"slice"}
 
 
 class Roots:
@@ -172,6 +173,35 @@ class Roots:
         if node.name in _SLICES:
             return False
         return others or (node.index in self._made and node.name not in MOVES)
+
+
+def tied_lookups(graph: Graph, products: set[int], made: set[int]) -> set[int]:
+    """Returns the lookups in tables that an activation is multiplied by.
+
+    An embedding that a language model's head shares is one. Its rows are as inexact as
+    that product reads them, and a lookup is a product with one-hot vectors: what it
+    finds is an activation.
+
+    Args:
+      graph: the program.
+      products: the matrix multiplications of half operands.
+      made: the nodes that have one upstream.
+    """
+    roots = Roots(graph.nodes, made)
+    tables = {
+        roots.root(value)
+        for node in map(graph.nodes.__getitem__, products)
+        if len(node.inputs) == 2 and not is_backward(node)
+        for value, other in zip(node.inputs, node.inputs[::-1], strict=True)
+        if other.node in made and value.node not in made
+    }
+    return {
+        node.index
+        for node in graph.nodes
+        if node.name in _LOOKUPS and node.index not in made and node.inputs
+        if len(node.inputs[0].aval.shape) > 1
+        if roots.root(node.inputs[0]) in tables
+    }
 
 
 def _positions(node: Node) -> Hashable:

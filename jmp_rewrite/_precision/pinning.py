@@ -100,6 +100,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     made |= {
         n.index for n in graph.nodes if n.place.backward and not n.place.recomputed
     }
+    lookups = origins.tied_lookups(graph, products, made)
+    made |= origins.made_by(lookups, graph.nodes, consumers)
     streams = loops.residual_streams(graph, pins.categories, consumers)
     state = train_state.train_state(graph, pins.categories, products, made, streams)
     blame = {n: n for n in state if graph.nodes[n].eqn is not None}
@@ -123,6 +125,10 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     _pin_the_rest(graph, pins, products, made, useful, small)
     pins.factors = _factors(graph, pins, products)
     pins.exact = frozenset(range(len(graph.nodes))) - made
+    if pins.whole_step:
+        _pin_all(pins, dict.fromkeys(lookups, EXACT))
+    else:
+        pins.lookups = frozenset(n for n in lookups if pins.may_round(n))
     if pins.whole_step and policy.reduce_dtype == pins.half:
         last = products - useful - pins.read_by.keys()
         pins.reduced = reduction.summed_in_half(graph, last, useful, pins.full)

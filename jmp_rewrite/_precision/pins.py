@@ -46,6 +46,8 @@ class Pins:
       blame: nodes -> the node whose source line belongs into their reason.
       factors: nodes that a product reads, or what moves them to it.
       exact: nodes without a matrix multiplication upstream.
+      lookups: of no whole step, lookups in tables that an activation is multiplied by:
+        rounded where they are made, so that the table may be stored in half.
       reduced: nodes whose results are summed over devices in half.
     """
 
@@ -64,6 +66,7 @@ class Pins:
     read_by: Mapping[int, str] = dataclasses.field(default_factory=dict)
     factors: frozenset[int] = frozenset()
     exact: frozenset[int] = frozenset()
+    lookups: frozenset[int] = frozenset()
     reduced: frozenset[int] = frozenset()
     blame: dict[int, int] = dataclasses.field(default_factory=dict)
 

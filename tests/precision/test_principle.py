@@ -8,7 +8,7 @@ from helpers import EPS, dtypes_in, dtypes_out, eqns, products, trace, walk
 from jax import lax
 from programs import weights
 
-from jmp_rewrite import explain, mixed_precision, use_passes
+from jmp_rewrite import explain, for_inference, mixed_precision, use_passes
 
 W = 8
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
@@ -42,6 +42,70 @@ def is_stored_in_half(jaxpr, shape):
         and e.outvars[0].aval.dtype.itemsize == 2
     }
     return any(v.aval.dtype.itemsize == 2 or v in narrow for v in added)
+
+
+# ---- 1. Exact values
+
+
+def tied(p, ids):
+    """A residual stream that begins with rows of the table of its head."""
+    x = p["table"][ids]
+    return (x + jnp.tanh(x @ p["w"])) @ p["table"].T
+
+
+def untied(p, ids):
+    x = p["table"][ids]
+    return (x + jnp.tanh(x @ p["w"])) @ p["head"].T
+
+
+def rows_of_data(p, ids):
+    """Rows of an array that parameters alone are multiplied by."""
+    x = p["table"][ids]
+    return (x + jnp.tanh(p["table"] @ p["w"])[ids]) @ p["w"]
+
+
+def differences_of_rows(p, ids):
+    x = p["table"][ids] - p["table"][ids - 1]
+    return (x + jnp.tanh(x @ p["w"])) @ p["table"].T
+
+
+def table(width=W):
+    return {"table": np.ones((16, width), "f"), "w": np.zeros((width, width), "f")}
+
+
+@both
+@pytest.mark.parametrize(
+    ("fun", "is_stored"),
+    [
+        (tied, True),
+        (untied, False),
+        (rows_of_data, False),
+        (differences_of_rows, False),
+    ],
+)
+def test_rows_of_a_tied_table_are_activations(fun, is_stored, policy):
+    p = {**table(), "head": np.ones((16, W), "f")}
+    kept = for_inference(fun, policy).report(p, np.arange(1, 5)).kept
+    assert ("0/table" not in [leaf.path for leaf in kept]) == is_stored
+
+
+@both
+def test_cotangents_of_a_tied_table_are_added_up_in_float32(policy):
+    ids = np.zeros(4096, int)
+
+    def grad(fun):
+        loss = jax.grad(lambda p: jnp.mean(fun(p, ids)[:, 0]))
+        return jax.jit(loss)(table())["table"]
+
+    found, exact = grad(mixed_precision(tied, policy)), grad(tied)
+    np.testing.assert_allclose(found, exact, rtol=EPS[policy])
+
+
+def test_explain_names_a_tied_table():
+    report = explain(tied, "mixed_bfloat16")(table(), np.arange(64))
+    assert "as an activation is multiplied by the table" in " ".join(
+        str(report).split()
+    )
 
 
 # ---- 2. State
