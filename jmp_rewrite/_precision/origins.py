@@ -178,9 +178,10 @@ class Roots:
 def tied_lookups(graph: Graph, products: set[int], made: set[int]) -> set[int]:
     """Returns the lookups in tables that an activation is multiplied by.
 
-    An embedding that a language model's head shares is one. Its rows are as inexact as
-    that product reads them, and a lookup is a product with one-hot vectors: what it
-    finds is an activation.
+    An embedding that a language model's head shares is one. A lookup is a product with
+    one-hot vectors, and its rows are as inexact as the other product reads them: what
+    it finds is an activation. What is looked up in a table of data, or in one of which
+    only a gradient is taken, is exact.
 
     Args:
       graph: the program.

@@ -122,12 +122,12 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     cotangents = {n: sums[n] for n in sums.keys() - products}
     _pin_all(pins, dict.fromkeys(cotangents, SUMMED), cotangents)
     pins.rounds_after = (pins.rounds_after & useful) - state
-    _pin_the_rest(graph, pins, products, made, useful, small)
+    # A whole step reads its tables unrounded anyway: their rows are as cheap.
+    ours = made - lookups if pins.whole_step else made
+    _pin_the_rest(graph, pins, products, ours, useful, small)
     pins.factors = _factors(graph, pins, products)
     pins.exact = frozenset(range(len(graph.nodes))) - made
-    if pins.whole_step:
-        _pin_all(pins, dict.fromkeys(lookups, EXACT))
-    else:
+    if not pins.whole_step:
         pins.lookups = frozenset(n for n in lookups if pins.may_round(n))
     if pins.whole_step and policy.reduce_dtype == pins.half:
         last = products - useful - pins.read_by.keys()
