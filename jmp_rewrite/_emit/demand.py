@@ -89,7 +89,10 @@ class Demand:
         if not any(map(self.touched, inner.bodies)):
             return everything
         if inner.kind in ("call", "shard_map") and not inner.joins:
-            return self.of(inner.bodies[0])
+            ways = list(self.of(inner.bodies[0]))
+            for i in cast_again(eqn, inner.bodies[0]):
+                ways[i] = AS_FULL
+            return ways
         if inner.kind == "scan":
             ways = list(self.of(inner.bodies[0]))
             num_consts, _ = _compat.scan_split(eqn.params)
@@ -100,6 +103,16 @@ class Demand:
             own = [self.of(b) for b in inner.bodies]
             return [AS_FULL, *(_union(ways) for ways in zip(*own, strict=True))]
         return everything
+
+
+def cast_again(eqn: Any, body: Instance) -> frozenset[int]:
+    """Returns the parameters that a body casts for itself, although they are weights.
+
+    What a checkpoint computes again is cast again: a half copy of a weight would live
+    from the forward pass on, beside the weight itself.
+    """
+    is_again = bool(eqn.params.get("differentiated"))
+    return body.arguments if is_again else frozenset()
 
 
 def _union(ways: Sequence[int]) -> int:

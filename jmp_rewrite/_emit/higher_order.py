@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._emit.demand import AS_FULL, AS_HALF
+from jmp_rewrite._emit.demand import AS_FULL, AS_HALF, cast_again
 from jmp_rewrite._emit.derivatives import custom_jvp, custom_vjp, custom_vmap
 from jmp_rewrite._emit.emit import Cell, Emitter, Handler
 from jmp_rewrite._graph import FLOAT32, Inner
@@ -37,6 +37,8 @@ def call(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
         ]
     else:
         values = [e.passed(c, d) for c, d in zip(cells, demands, strict=True)]
+        for i in cast_again(eqn, body):
+            values[i] = cells[i].value
     closed = e.body(body, values, [v.aval for v in invars])
     jaxpr = _compat.like(body.jaxpr, closed)
     params = dict(eqn.params, **{CALLS[eqn.primitive.name][1]: jaxpr})

@@ -170,12 +170,22 @@ class Instance:
       inner: equation index -> what it holds.
       instead: equation index -> (operand, the variable that is read in its place).
       partial: equation index -> the equation that adds up a partial sum in its place.
+      arguments: the numbers of its parameters that are arguments of the program.
     """
 
-    __slots__ = ("__weakref__", "inner", "instead", "jaxpr", "nodes", "partial")
+    __slots__ = (
+        "__weakref__",
+        "arguments",
+        "inner",
+        "instead",
+        "jaxpr",
+        "nodes",
+        "partial",
+    )
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: Any, arguments: frozenset[int] = frozenset()) -> None:
         self.jaxpr = jaxpr
+        self.arguments = arguments
         self.nodes: list[Any] = []
         self.inner: dict[int, Inner] = {}
         self.instead: dict[int, tuple[Any, Any]] = {}

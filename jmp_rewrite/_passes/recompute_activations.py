@@ -135,7 +135,8 @@ class _Found:
                 continue
             if _is_cast(eqn) or len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
                 continue
-            if any(m.backward or m.rewritten for m in editor.marks(body, index)):
+            marks = editor.marks(body, index)
+            if any(m.rewritten or (m.backward and not m.recomputed) for m in marks):
                 continue
             found: set[int] = set()
             large = self._large(index)

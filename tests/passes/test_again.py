@@ -217,7 +217,22 @@ def test_a_checkpoint_is_left_to_itself():
     """It says what to keep, and what to compute again."""
     step, params, x = step_of(jax.checkpoint(exact_gelu))
     assert not restored(step, params, x)
-    step, params, x = step_of(exact_gelu)
+
+
+def test_what_a_checkpoint_computes_again_need_not_be_stored():
+    """Inside of its backward pass there is a forward pass, too."""
+    loss = jax.checkpoint(loss_of(exact_gelu))
+    _, params, x = step_of(exact_gelu)
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    assert restored(step, params, x)
+
+
+def test_before_differentiation_nothing_is_computed_again():
+    _, params, x = step_of(exact_gelu)
 
     def before(params, x):  # its backward pass has not been made yet
         return jnp.square(exact_gelu(x @ params[0]) @ params[3]).mean()

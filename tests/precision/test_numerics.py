@@ -729,6 +729,33 @@ def test_checkpoint_keeps_its_policy(decorate):
     assert all(set(dtypes_in(e)) == {"bfloat16"} for e in found)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_checkpoint_casts_its_weights_again(wrap):
+    """A half copy of a weight would live from the forward pass on."""
+    v, w, x = weights((W, W), (W, W), (4, W))
+
+    def loss(params, x):
+        block = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))
+        for w in params:
+            x = block(w, x)
+        return jnp.sum(jnp.square(x))
+
+    def step(params, x):
+        grads = wrap(jax.grad(loss))(params, x)
+        return [w - g for w, g in zip(params, grads, strict=True)]
+
+    half = mixed_precision(step, "mixed_bfloat16")
+    again = eqns(trace(half, [v, w], x), "remat2")
+    assert len(again) == 2
+    for eqn in again:
+        given = [a.aval.dtype for a in eqn.invars if a.aval.shape == (W, W)]
+        assert given == [np.float32]
+        assert set(dtypes_in(products(eqn.params["jaxpr"])[0])) == {"bfloat16"}
+    with use_passes("none"):
+        apart = mixed_precision(step, "mixed_bfloat16")
+        bit_equal(jax.jit(apart)([v, w], x), jax.jit(half)([v, w], x))
+
+
 # 10. Not every product is worth half.
 
 
