@@ -11,6 +11,8 @@ from typing import Any
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax", "optax", "jmp",
             "mixed-precision-for-jax")  # fmt: skip
 
+COMPILERS = ("libtpu", "jax-cuda13-plugin")
+
 # What a float32 product is on each target, so that nobody takes it for an exact one.
 BASELINES = {
     "v5e": "a float32 product at default precision is one bfloat16 pass",
@@ -35,13 +37,25 @@ def merge(path: str, what: str, rows: dict[str, Any], **facts: Any) -> None:
     """Adds rows, `{model: {...: cells}}`, to a file of results.
 
     A file that was made with another JAX is begun anew: rows of one file compare.
+
+    Raises:
+      ValueError: if the file's rows are another compiler's.
     """
     file = pathlib.Path(path)
     kept = json.loads(file.read_text()) if file.exists() else {}
     if kept.get("versions", {}).get("jax") != versions()["jax"]:
         kept = {}
+    before, now = kept.get("versions", {}), versions()
+    for name in COMPILERS:
+        if what != "rows":  # nothing that these compile
+            now[name] = before.get(name, now.get(name))
+        elif before.get(name, now.get(name)) != now.get(name):
+            raise ValueError(
+                f"The rows of {path} are those of {name} {before[name]}, and "
+                f"{now.get(name)} is installed; take another file, or that version."
+            )
     kept |= {"date": time.strftime("%Y-%m-%d"), "baselines": BASELINES, **facts}
-    kept["versions"] = kept.get("versions", {}) | versions()
+    kept["versions"] = before | {k: v for k, v in now.items() if v}
     _update(kept.setdefault(what, {}), rows)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")

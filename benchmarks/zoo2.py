@@ -5,9 +5,9 @@
 
 As `compare.py`, with programs in place of modules: each takes the dtype that a user
 would write on every layer by hand, float32 for the model that is decorated. The first
-half is what the rules were made on: all but `dispatch` and `graph_network` was written
-before any figure was seen. The second half was written after the rules stood. No rule
-was made on what is unseen, and none may be.
+half is what the rules were made on: all but `dispatch`, `graph_network` and
+`diffusion_transformer` was written before any figure was seen. The second half was
+written after the rules stood. No rule was made on what is unseen, and none may be.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ FIRST = {
     "state_space": zoo2_language.state_space,
     "gan": zoo2_vision.Gan,
     "byol": zoo2_vision.byol,
+    "diffusion_transformer": zoo2_vision.diffusion_transformer,
     "graph_network": zoo2_science.graph_network,
     "potential": zoo2_science.potential,
 }

@@ -191,3 +191,69 @@ def byol(dtype: Any) -> Workload:
         return tuple(jax.random.normal(k, views) for k in jax.random.split(key))
 
     return Workload(init, loss, batch, optax.sgd(0.1, momentum=0.9))
+
+
+# ---- a diffusion transformer with checkpoints
+
+EXAMPLES, PATCHES, CHANNELS, WIDTH = 32, 256, 16, 768
+
+
+class Modulated(nn.Module):
+    """Attention and a feed-forward network, shifted, scaled and gated by the time."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Any, time: Any) -> Any:
+        def norm(x: Any, scale: Any, shift: Any) -> Any:
+            norm = nn.LayerNorm(use_bias=False, use_scale=False, dtype=self.dtype)
+            return norm(x) * (1 + scale) + shift
+
+        six = nn.Dense(6 * WIDTH, dtype=self.dtype)(nn.silu(time))[:, None]
+        shift, scale, gate, late_shift, late_scale, late_gate = jnp.split(six, 6, -1)
+        h = norm(x, scale, shift)
+        x = x + gate * nn.MultiHeadDotProductAttention(12, dtype=self.dtype)(h, h)
+        h = nn.Dense(4 * WIDTH, dtype=self.dtype)(norm(x, late_scale, late_shift))
+        return x + late_gate * nn.Dense(WIDTH, dtype=self.dtype)(nn.gelu(h))
+
+
+class DiffusionTransformer(nn.Module):
+    """Six blocks, unrolled, each checkpointed."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: Any, time: Any) -> Any:
+        positions = self.param("positions", nn.initializers.normal(0.02), x.shape[1:])
+        x = nn.Dense(WIDTH, dtype=self.dtype)(x + positions)
+        phases = time[:, None] * jnp.exp(-jnp.linspace(0.0, 9.0, 128))
+        waves = jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], -1)
+        time = nn.silu(nn.Dense(WIDTH, dtype=self.dtype)(waves))
+        time = nn.Dense(WIDTH, dtype=self.dtype)(time)
+        for i in range(6):
+            x = nn.remat(Modulated)(self.dtype, name=f"block{i}")(x, time)
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        return at_least_float32(nn.Dense(CHANNELS, dtype=self.dtype)(x))
+
+
+def diffusion_transformer(dtype: Any) -> Workload:
+    """Predicts the noise."""
+    model = DiffusionTransformer(dtype)
+    shape = EXAMPLES, PATCHES, CHANNELS
+
+    def init(key: Any) -> Any:
+        return model.init(key, jnp.zeros(shape), jnp.zeros(EXAMPLES))["params"], ()
+
+    def loss(params: Any, state: Any, batch: Any) -> Any:
+        clean, noise, time = batch
+        near = time[:, None, None]
+        noisy = jnp.sqrt(1 - near) * clean + jnp.sqrt(near) * noise
+        found = model.apply({"params": params}, noisy, 1000 * time)
+        return jnp.square(found - noise).mean(), state
+
+    def batch(key: Any) -> Any:
+        keys = jax.random.split(key, 3)
+        clean, noise = (jax.random.normal(k, shape) for k in keys[:2])
+        return clean, noise, jax.random.uniform(keys[2], (EXAMPLES,))
+
+    return Workload(init, loss, batch, optax.adamw(1e-4))

@@ -123,8 +123,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     _pin_all(pins, dict.fromkeys(cotangents, SUMMED), cotangents)
     pins.rounds_after = (pins.rounds_after & useful) - state
     # A whole step reads its tables unrounded anyway: their rows are as cheap.
-    ours = made - lookups if pins.whole_step else made
-    _pin_the_rest(graph, pins, products, ours, useful, small)
+    rounded = made - lookups if pins.whole_step else made
+    _pin_the_rest(graph, pins, products, rounded, useful, small)
     pins.factors = _factors(graph, pins, products)
     pins.exact = frozenset(range(len(graph.nodes))) - made
     if not pins.whole_step:
