@@ -25,6 +25,8 @@ from jmp_rewrite._rules import ARITHMETIC, EXACT, LANES
 # compute `erf` faster; and XLA:TPU computes `tanh` twice by itself.
 _BOTH = frozenset({GPU, TPU_V5E})
 _FUNCTIONS = {"erf": _BOTH, "erfc": _BOTH, "tanh": frozenset({GPU})}
+# What no equation makes, or one that holds a jaxpr.
+_UNKNOWN = -1
 # Results that are made of more stored values than this are not followed: what one
 # kernel would read to compute them grows, and so would the time that this takes.
 _MANY_VALUES = 4
@@ -52,7 +54,7 @@ class _Found:
     """What of a body is computed again, and from what.
 
     An equation is told by its index; a value by the equation that makes it, whatever
-    casts follow.
+    casts follow, and a half parameter of the body, which is stored, by `parameter`.
 
     Attributes:
       devices: equation -> the devices on which the backward pass computes it again.
@@ -93,6 +95,8 @@ class _Found:
 
     def is_stored(self, index: int) -> bool:
         """Whether a result is half: as it is computed, or rounded for all readers."""
+        if index < _UNKNOWN:
+            return True
         if index not in self._stored:
             body = self._body
             (var, *_) = body.eqns[index].outvars
@@ -109,7 +113,8 @@ class _Found:
     def _large(self, index: int) -> list[int]:
         """Returns the makers of operands that are not small beside the result.
 
-        -1 stands for what no equation of the body makes, or one that holds a jaxpr.
+        `_UNKNOWN` stands for what no equation of the body makes, or one that holds a
+        jaxpr.
         """
         if index not in self._operands:
             self._operands[index] = self._large_operands(index)
@@ -122,8 +127,21 @@ class _Found:
         for atom in eqn.invars:
             if is_float(atom) and depends_on_inputs(body, atom):
                 if 2 * math.prod(atom.aval.shape) >= size:
-                    found.append(origin_of(body, atom))
+                    found.append(self.source(atom))
         return found
+
+    def source(self, atom: Any) -> int:
+        """Returns what tells a value."""
+        var, index = _uncast(self._body, atom)
+        at = self._body.parameter.get(var, -1) if index < 0 else -1
+        is_stored = at >= 0 and var.aval.dtype == self._editor.half
+        return _UNKNOWN - 1 - at if is_stored else index
+
+    def var(self, index: int) -> Any:
+        """Returns the variable of a value."""
+        if index < _UNKNOWN:
+            return self._body.invars[_UNKNOWN - 1 - index]
+        return self._body.eqns[index].outvars[0]
 
     def _made_of(self, functions: set[int]) -> dict[int, frozenset[int]]:
         """Returns of which stored values each of a forward pass is made."""
@@ -141,9 +159,9 @@ class _Found:
             found: set[int] = set()
             large = self._large(index)
             for source in large:
-                if source < 0:
+                if source == _UNKNOWN:
                     break
-                exact = body.eqns[source].primitive.name in EXACT
+                exact = source >= 0 and body.eqns[source].primitive.name in EXACT
                 is_stored = self.is_stored(source)
                 if source in made_of and (source in follows or exact or not is_stored):
                     found |= made_of[source]
@@ -182,7 +200,7 @@ class _Found:
         return read.union(*(direct[n] for n in read if n in direct))
 
     def _is_read_late(self, index: int) -> bool:
-        left = [(self._body, self._body.eqns[index].outvars[0])]
+        left = [(self._body, self.var(index))]
         while left:
             for body, at, _ in uses(*left.pop()):
                 if at < 0:
@@ -200,15 +218,23 @@ def _is_cast(eqn: Any) -> bool:
 
 def origin_of(body: Body, atom: Any) -> int:
     """Returns the equation that makes a value, before casts; -1 if it is none alone."""
+    return _uncast(body, atom)[1]
+
+
+def _uncast(body: Body, atom: Any) -> tuple[Any, int]:
+    """Returns a value before casts, None for a number, and the equation that makes it.
+
+    The equation is `_UNKNOWN` if it is none of the body alone.
+    """
     while not hasattr(atom, "val"):
         index = body.maker.get(atom, -1)
         if index < 0 or index in body.held:
-            return -1
+            return atom, _UNKNOWN
         eqn = body.eqns[index]
         if not _is_cast(eqn) or not is_float(eqn.invars[0]):
-            return index
+            return atom, index
         atom = eqn.invars[eqn.outvars.index(atom)]
-    return -1
+    return None, _UNKNOWN
 
 
 def late_reads(editor: Editor, body: Body, index: int) -> list[tuple[int, int, Any]]:
@@ -313,7 +339,7 @@ class _Again:
         """Returns an operand of what is computed again."""
         if hasattr(atom, "val") or not is_float(atom):
             return atom
-        source = origin_of(self._body, atom)
+        source = self._found.source(atom)
         if source in self._found.anchors:
             if source not in self._apart:
                 stored = self._stored(source)
@@ -325,9 +351,11 @@ class _Again:
 
     def _stored(self, index: int) -> Any:
         """Returns the half variable of a stored value."""
-        eqn = self._body.eqns[index]
-        half = half_of(self._body, eqn, self._editor.half)
-        return eqn.outvars[0] if half is None else half
+        var = self._found.var(index)
+        if index < 0:
+            return var
+        half = half_of(self._body, self._body.eqns[index], self._editor.half)
+        return var if half is None else half
 
 
 def _in_float32(

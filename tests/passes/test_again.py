@@ -219,9 +219,10 @@ def test_a_checkpoint_is_left_to_itself():
     assert not restored(step, params, x)
 
 
-def test_what_a_checkpoint_computes_again_need_not_be_stored():
-    """Inside of its backward pass there is a forward pass, too."""
-    loss = jax.checkpoint(loss_of(exact_gelu))
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_what_a_checkpoint_computes_again_need_not_be_stored(policy):
+    """Inside of its backward pass there is a forward pass; a saved product is given."""
+    loss = jax.checkpoint(loss_of(exact_gelu), policy=policy)
     _, params, x = step_of(exact_gelu)
 
     def step(params, x):
