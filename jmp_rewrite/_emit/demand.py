@@ -109,7 +109,8 @@ def cast_again(eqn: Any, body: Instance) -> frozenset[int]:
     """Returns the parameters that a body casts for itself, although they are weights.
 
     What a checkpoint computes again is cast again: a half copy of a weight would live
-    from the forward pass on, beside the weight itself.
+    from the forward pass on, beside the weight itself. In a loop it is cast once for
+    all iterations.
     """
     is_again = bool(eqn.params.get("differentiated"))
     return body.arguments if is_again else frozenset()

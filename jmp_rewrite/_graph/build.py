@@ -151,8 +151,8 @@ class Builder:
         body = _compat.open_jaxpr(jaxpr)
         if self._calls:
             self._kernels.enter(self._calls[-1], jaxpr)
-        given = (i for i, v in enumerate(args) if v is not None and v.argument >= 0)
-        instance = Instance(jaxpr, frozenset(given))
+        given = [i for i, v in enumerate(args) if v is not None and v.argument >= 0]
+        instance = Instance(jaxpr, frozenset(given if trips == 1 else ()))
         env = {
             var: value
             for var, value in zip(

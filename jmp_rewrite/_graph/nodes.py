@@ -170,7 +170,8 @@ class Instance:
       inner: equation index -> what it holds.
       instead: equation index -> (operand, the variable that is read in its place).
       partial: equation index -> the equation that adds up a partial sum in its place.
-      arguments: the numbers of its parameters that are arguments of the program.
+      arguments: the numbers of its parameters that are arguments of the program; none
+        in a loop.
     """
 
     __slots__ = (

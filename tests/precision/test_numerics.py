@@ -756,6 +756,22 @@ def test_a_checkpoint_casts_its_weights_again(wrap):
         bit_equal(jax.jit(apart)([v, w], x), jax.jit(half)([v, w], x))
 
 
+def test_a_checkpoint_in_a_loop_casts_its_weights_once():
+    w, x = weights((W, W), (4, W))
+
+    def loss(w, x):
+        block = jax.checkpoint(lambda x: jnp.tanh(x @ w))
+        return jnp.sum(jax.lax.scan(lambda x, _: (block(x), None), x, length=3)[0])
+
+    def step(w, x):
+        return w - jax.grad(loss)(w, x)
+
+    half = trace(mixed_precision(step, "mixed_bfloat16"), w, x)
+    (again,) = eqns(half, "remat2")
+    given = [a.aval.dtype.name for a in again.invars if a.aval.shape == (W, W)]
+    assert given == ["bfloat16"]
+
+
 # 10. Not every product is worth half.
 
 
