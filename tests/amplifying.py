@@ -293,6 +293,38 @@ def scores_args(rng):
     return t, xs, normal(rng, 8, 8, scale=0.3), normal(rng, 8, 8)
 
 
+# ---- 9. tables that activations are multiplied by
+
+
+def tied_stream(table, w, v):
+    """A residual stream of rows of the table of its head, between two norms."""
+
+    def norm(x):
+        x = x - x.mean(-1, keepdims=True)
+        return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + f32(1e-5))
+
+    x = table[np.arange(24) % 16]
+    x = x + jnp.tanh(norm(x) @ w) @ v
+    return jax.nn.log_softmax(norm(x) @ table.T)
+
+
+def tied_args(rng):
+    return normal(rng, 16, 8), normal(rng, 8, 16, scale=0.35), normal(rng, 16, 8)
+
+
+def codebook(table, x, w, v):
+    """The nearest codes, their distance from what was coded, and a layer of them."""
+    z = jnp.tanh(x @ w)
+    nearest = jnp.argmin((table * table).sum(-1) - 2 * z @ table.T, -1)
+    q = table[lax.stop_gradient(nearest)]
+    return q - z, (z + lax.stop_gradient(q - z)) @ v
+
+
+def codebook_args(rng):
+    codes, x = normal(rng, 4, 8, scale=0.5), normal(rng, 32, 8)
+    return codes, x, normal(rng, 8, 8, scale=0.35), normal(rng, 8, 8)
+
+
 def _x(scale: float = 1.0, mean: float = 0.0, shape: Any = (32, 8)) -> Any:
     return lambda rng: (normal(rng, *shape, scale=scale, mean=mean),)
 
@@ -319,6 +351,8 @@ CASES = [
     Case("6_potential", potential_loss, potential_loss_args),
     Case("7_bias", bias_step, bias_args, ()),
     Case("8_carried_scores", carried_scores, scores_args, (0, 1, 2)),
+    Case("9_tied_stream", tied_stream, tied_args, (0, 1, 2)),
+    Case("9_codebook", codebook, codebook_args, (0, 1, 2, 3)),
 ]
 
 
