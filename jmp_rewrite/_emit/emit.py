@@ -187,7 +187,7 @@ class Emitter:
 
     def _wide(self, eqn: Any, node: int, env: dict[Any, Cell]) -> list[Cell]:
         """Emits in float32 and rounds the results once."""
-        if node in self.plan.lookups:
+        if node in self.plan.pins.lookups:
             found = self._as_it_was(eqn, env)
             return [Cell(narrow(x.value, self.plan.half)) for x in found]
         saturates = node in self.plan.saturates
@@ -349,7 +349,8 @@ class Emitter:
     def _entry(self, node: int | None) -> Any:
         if node is None:
             return None
-        return int(self.plan.labels[node]), node in self.plan.saturates
+        label, pins = int(self.plan.labels[node]), self.plan.pins
+        return label, node in self.plan.saturates, node in pins.lookups
 
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:

@@ -66,7 +66,7 @@ class Verdicts:
         name = UNKNOWN if category is None else category.value
         label = self._plan.labels[index]
         if category is not Category.ALLOW and label is Label.ROUNDED:
-            if index in self._plan.lookups:
+            if index in self._plan.pins.lookups:
                 return Verdict(name, f"full: {_LOOKUP}")
             return Verdict(name, f"full: {_rounded(self._graph.nodes[index])}")
         if label is not Label.FLOAT32:

@@ -54,7 +54,8 @@ class _Found:
     """What of a body is computed again, and from what.
 
     An equation is told by its index; a value by the equation that makes it, whatever
-    casts follow, and a half parameter of the body, which is stored, by `parameter`.
+    casts follow. Numbers below `_UNKNOWN` are half parameters of the body: they are
+    stored.
 
     Attributes:
       devices: equation -> the devices on which the backward pass computes it again.

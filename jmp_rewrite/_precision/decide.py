@@ -79,7 +79,6 @@ class Plan:
       half: the compute dtype.
       labels: how each node is emitted.
       saturates: the nodes of which rounding makes no infinities.
-      lookups: the nodes whose rounding is that of a table, which may be stored in half.
       shared: whether a value is cast once for all its readers. True for a whole step,
         which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
@@ -96,7 +95,6 @@ class Plan:
     shared: bool
     nested: Callable[[Any, Place], Plan]
     saturates: frozenset[int] = frozenset()
-    lookups: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()
     region: Region | None = None
     is_differentiated: bool = False
@@ -171,7 +169,6 @@ def make_plan(
     plan = Plan(graph, pins, half, made, pins.whole_step, nested)
     rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
     plan.saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
-    plan.lookups = pins.lookups
     asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
     plan.asked = frozenset(asked)
     return plan
