@@ -139,7 +139,7 @@ class Roots:
         if value.node < 0:
             constant = id(value.constant) if value.constant is not None else None
             return (value.argument, value.slice_of, constant)
-        stack = [value.node]
+        stack = [] if value.node in self._known else [value.node]
         while stack:
             node = self._nodes[stack[-1]]
             reads = () if self._is_own(node) else node.inputs

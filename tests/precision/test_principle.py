@@ -101,6 +101,19 @@ def test_cotangents_of_a_tied_table_are_added_up_in_float32(policy):
     np.testing.assert_allclose(found, exact, rtol=EPS[policy])
 
 
+def test_a_table_that_much_exact_arithmetic_makes():
+    """What is read twice at each of sixty steps has 2^60 paths to it."""
+
+    def fun(p, ids):
+        made = p["table"]
+        for _ in range(60):
+            made = made * made + made
+        return tied({"table": made, "w": p["w"]}, ids)
+
+    kept = for_inference(fun, "mixed_bfloat16").report(table(), np.arange(4)).kept
+    assert [leaf.path for leaf in kept] == ["0/table"]
+
+
 def test_explain_names_a_tied_table():
     report = explain(tied, "mixed_bfloat16")(table(), np.arange(64))
     assert "as an activation is multiplied by the table" in " ".join(
