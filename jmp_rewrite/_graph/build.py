@@ -57,6 +57,7 @@ _DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
 _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
 
 # A known number stays known through these, and is known behind a sign.
+_LOOPS = frozenset({"scan", "while"})
 _KEEPS_NUMBER = MOVES_NUMBER | {"neg"}
 
 
@@ -151,8 +152,9 @@ class Builder:
         body = _compat.open_jaxpr(jaxpr)
         if self._calls:
             self._kernels.enter(self._calls[-1], jaxpr)
+        in_loop = any(e.primitive.name in _LOOPS for e in self._calls)
         given = [i for i, v in enumerate(args) if v is not None and v.argument >= 0]
-        instance = Instance(jaxpr, frozenset(given if trips == 1 else ()))
+        instance = Instance(jaxpr, frozenset(() if in_loop else given))
         env = {
             var: value
             for var, value in zip(
