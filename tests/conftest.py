@@ -103,6 +103,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         marker = item.get_closest_marker("breadth")
+        if item.get_closest_marker("slow"):
+            continue
         if params.get("switched", "all") != "all":
             tests[item.path, 40].append(item)
         elif marker and params:

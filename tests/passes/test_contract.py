@@ -207,10 +207,11 @@ def devices_of(own):
 
 by_pass = pytest.mark.parametrize("own", PASSES, ids=lambda p: p.name)
 by_loss = pytest.mark.parametrize("loss", LOSSES)
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.breadth(one_in=16)
-@pytest.mark.parametrize("form", [step_of, sharded])
+@pytest.mark.parametrize("form", [step_of, pytest.param(sharded, marks=SLOW)])
 @by_loss
 @by_pass
 def test_the_contract(own, loss, form):
