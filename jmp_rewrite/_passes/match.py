@@ -56,19 +56,19 @@ def only_reader(body: Body, var: Any, device: str) -> tuple[int, Any] | None:
             return None
         index, position = reads[0]
         eqn = body.eqns[index]
-        if eqn.primitive is not BY_DEVICE or _has_branch(eqn, device):
+        if eqn.primitive is not BY_DEVICE or has_branch(eqn, device):
             return index, var
         var = eqn.outvars[position]
 
 
 def _is_elsewhere(eqn: Any, position: int, device: str) -> bool:
     """Whether a choice reads an operand on other devices alone."""
-    if eqn.primitive is not BY_DEVICE or _has_branch(eqn, device):
+    if eqn.primitive is not BY_DEVICE or has_branch(eqn, device):
         return False
     return position >= int(eqn.params["results"])
 
 
-def _has_branch(eqn: Any, device: str) -> bool:
+def has_branch(eqn: Any, device: str) -> bool:
     return any(device in b.where.devices for b in eqn.params["branches"])
 
 

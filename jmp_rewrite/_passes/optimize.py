@@ -34,6 +34,7 @@ from jmp_rewrite._passes.softmax_rounded import softmax_rounded
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
 from jmp_rewrite._passes.sum_of_scattered import sum_of_scattered
 from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
+from jmp_rewrite._rules import COSTLY
 
 PASSES: tuple[Pass, ...] = (
     Pass(
@@ -219,7 +220,7 @@ PASSES: tuple[Pass, ...] = (
         keep_rounding,
         ("NVIDIA",),
         "nothing",
-        frozenset({ROUNDING}),
+        frozenset({ROUNDING}) | COSTLY,
         whole_steps_only=False,
     ),
 )

@@ -36,8 +36,8 @@ def softmax_from_quotient(editor: Editor) -> None:
     """
     for body, index, eqn in editor.find("exp"):
         quotient = quotient_of(editor, body, index)
-        stored = None if quotient is None else half_of(body, quotient, editor.half)
-        if stored is None or not _is_multiplied(editor, body, stored):
+        stored = None if quotient is None else multiplied(editor, body, quotient)
+        if stored is None:
             continue
         (x,) = eqn.invars
         half = half_of(body, eqn, editor.half)
@@ -86,10 +86,12 @@ def quotient_of(editor: Editor, body: Body, index: int) -> Any:
     return eqn
 
 
-def _is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
-    """Whether a matrix multiplication reads a value."""
-    places = [(b, i) for b, i, _ in uses(body, var) if i >= 0]
-    return any(is_half_product(b.eqns[i], editor.half) for b, i in places)
+def multiplied(editor: Editor, body: Body, quotient: Any) -> Any:
+    """Returns a quotient as a matrix multiplication reads it; None if none does."""
+    stored = half_of(body, quotient, editor.half)
+    places = [] if stored is None else uses(body, stored)
+    at = [b.eqns[i] for b, i, _ in places if i >= 0]
+    return stored if any(is_half_product(e, editor.half) for e in at) else None
 
 
 def _is_sum(body: Body, atom: Any, of: int) -> bool:

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import choices, trace
+from helpers import choices, trace, walk
 from programs import normal, weights
 
 from jmp_rewrite import mixed_precision
+from jmp_rewrite._rules import COSTLY
 
 T, D, F = 16, 8, 48
 
@@ -64,3 +65,52 @@ def test_an_exponential_of_one_stored_array_is_computed_again(function, kept):
     found = choices(jaxpr, "keep_rounding")
     shapes = [e.outvars[0].aval.shape for e in found]
     assert bool(shapes.count((T, F))) == bool(kept), shapes
+
+
+def tanh(h):
+    return jnp.tanh(h + 1)
+
+
+def silu(h):
+    return jax.nn.silu(h + 1)
+
+
+def softmax(h):
+    return jax.nn.softmax(h)
+
+
+def softmax_with_dropout(h):
+    mask = jax.random.bernoulli(jax.random.key(0), 0.9, h.shape)
+    return jnp.where(mask, jax.nn.softmax(h) / 0.9, 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (tanh, ["tanh"]),
+        (silu, []),
+        (softmax, []),
+        (softmax_with_dropout, ["exp"]),
+    ],
+)
+def test_what_is_not_computed_again_is_kept(function, kept):
+    """A `tanh` is costly, and a softmax's kernel writes its exponential."""
+
+    def step(params, x):
+        def loss(params):
+            w, v = params
+            return jnp.square(function((x @ w) @ (x @ v).T) @ (x @ v)).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    params, x = [*weights((D, F), (D, F))], normal(4 * F, D)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, x)
+    found = [made_by(jaxpr, e.invars[0]) for e in choices(jaxpr, "keep_rounding")]
+    assert [name for name in found if name in COSTLY] == kept
+
+
+def made_by(jaxpr, value):
+    """Returns the name of the primitive that makes a value, before it is cast."""
+    (eqn,) = [e for e in walk(jaxpr) if value in e.outvars]
+    cast = eqn.primitive.name in ("rounding", "convert_element_type")
+    return made_by(jaxpr, eqn.invars[0]) if cast else eqn.primitive.name
