@@ -225,18 +225,17 @@ class Decorated(NamedTuple):
     hide: Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
-def undecorated(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Policy | None]:
-    """Returns the function under `mixed_precision`, `jax.jit` aside, and its policy.
+# What `jax.jit`, `equinox.filter_jit` and `flax.nnx.jit` return.
+_JITTED = frozenset({"PjitFunction", "_JitWrapper", "JitWrapped"})
 
-    Anything else is returned as it is, with None.
-    """
-    inner = fun
-    while hasattr(inner, "lower") and hasattr(inner, "__wrapped__"):  # jax.jit
-        inner = inner.__wrapped__
-    given = getattr(inner, "decorated", None)
-    if not isinstance(given, Decorated) or given.wrapped is not inner:
-        return fun, None
-    return given.fun, given.policy
+
+def decorated(fun: Any) -> Decorated | None:
+    """Returns what `mixed_precision` was given, if it has made `fun`, `jit` aside."""
+    while type(fun).__name__ in _JITTED and hasattr(fun, "__wrapped__"):
+        fun = fun.__wrapped__
+    given = getattr(fun, "decorated", None)
+    is_own = isinstance(given, Decorated) and given.wrapped is fun
+    return given if is_own else None
 
 
 def _is_policy(given: Any) -> bool:

@@ -162,7 +162,7 @@ def dot_general(params: Any, first: Any, second: Any) -> Any:
         sides.append(x.transpose(order).reshape(shape))
         frees.append([x.shape[d] for d in free])
     batch = [first.shape[d] for d in mapped[0]]
-    return np.matmul(*sides).reshape(*batch, *frees[0], *frees[1])
+    return np.matmul(*sides).reshape((*batch, *frees[0], *frees[1]))
 
 
 UNARY: dict[str, Any] = {

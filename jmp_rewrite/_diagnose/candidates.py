@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from jmp_rewrite._diagnose.blame import Finding
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._rules import Category
+from jmp_rewrite._rules import PRODUCTS, Category
 
 # Half equations that are looked at behind one that is to blame: those of a layer.
 _BEHIND = 8
+# Matrix multiplications that make more than one layer, with their backward pass.
+_LAYERS = 6
 # Findings to blame whose neighbourhood is searched before everything else is.
 _WORST = 16
 
@@ -56,6 +58,7 @@ def candidates(
     search = _Search(findings, paths, frozenset(rules))
     blamed = [f for f in worst_first if f.blame > 0]
     near = [o for f in blamed[:_WORST] for o in search.near(f)]
+    near.sort(key=search.is_broad)
     everything = [o for f in (*blamed, *findings) for o in search.own(f)]
     return list(dict.fromkeys([*near, *everything, *search.rules(blamed)]))
 
@@ -71,6 +74,9 @@ class _Search:
         self._paths = paths
         self._known = known
         self._scopes = {f.scope for f in findings} | {f.reader_scope for f in findings}
+        self._products = [
+            f.scope for f in findings if f.is_half and f.primitive in PRODUCTS
+        ]
 
     def near(self, finding: Finding) -> Iterator[Override]:
         """Yields what could undo what went wrong at one finding, the nearest first."""
@@ -96,6 +102,16 @@ class _Search:
         if finding.kind == "equation" and finding.primitive in self._known:
             if not finding.primitive.startswith(("dot_general", "conv_general")):
                 yield Override("rules", finding.primitive)
+
+    def is_broad(self, override: Override) -> bool:
+        """Whether an override takes most of a model with it: the class of its layers.
+
+        What is narrower is tried before, and a program of a few products has no layers.
+        """
+        if override.kind != "scopes" or len(self._products) < _LAYERS:
+            return False
+        found = sum(bool(re.search(override.key, s)) for s in self._products)
+        return 2 * found > len(self._products)
 
     def rules(self, blamed: Sequence[Finding]) -> Iterator[Override]:
         """Yields the layers around, and at last whole primitives."""

@@ -99,13 +99,15 @@ def diagnose(
         raise ValueError(
             f"diagnose expected a tolerance above 0, or None, got {tolerance!r}."
         )
-    plain, own = _transform.undecorated(fun)
+    inner = _transform.decorated(fun)
+    plain, own = (inner.fun, inner.policy) if inner else (fun, None)
+    hide = inner.hide if inner else None
     given = own if policy is None else as_policy(policy)
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
         _check_arrays((args, kwargs))
         chosen = as_policy(given)
-        program = _Program(_rewrite.trace_call(plain, args, kwargs, chosen))
+        program = _Program(_rewrite.trace_types(plain, args, kwargs, hide, chosen))
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(
                 name_of(plain).rpartition("<locals>.")[2],
@@ -190,7 +192,7 @@ def _diagnosis(
     for row, error in zip(rows, errors, strict=True):
         if row >= 0:
             harmed[row] = max(harmed.get(row, 0.0), _as_counted(error))
-    names = [path or "result" for path in parameters.result_paths(traced.results)]
+    names = [path or "result" for path in traced.result_paths]
     spoilt = [r for r, bad in zip(rows, reference.is_spoilt, strict=True) if bad]
     return Diagnosis(
         name=name,

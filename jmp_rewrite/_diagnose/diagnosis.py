@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -101,9 +102,17 @@ class Diagnosis:
 
     @property
     def first_nonfinite(self) -> Finding | None:
-        """The first equation with an Inf or NaN that the reference has not got."""
+        """The first equation with an Inf or NaN that the reference has not got.
+
+        An equation of a loop may stand before the one from which it has it, an
+        iteration earlier: it is the one in which it appears.
+        """
         spoilt = [f for f in self.in_order if f.nonfinite]
-        return spoilt[0] if spoilt else None
+        first = spoilt[0] if spoilt else None
+        if first is None or first.overflowed or not first.iteration:
+            return first
+        makers = [f for f in spoilt if f.overflowed and f.iteration]
+        return makers[0] if makers else first
 
     @functools.cached_property
     def policy(self) -> Policy | None:
@@ -113,8 +122,8 @@ class Diagnosis:
         the program again, a few times where one layer is to blame, and what is returned
         has been run: `policy_error` is its error. None if no overrides help, because
         the program casts to half itself; the policy that was diagnosed if that one
-        meets the tolerance. None as well if gradients vanish and `scaling` is the fix:
-        overrides would do it by switching half precision off.
+        meets the tolerance. None as well if gradients vanish or overflow and `scaling`
+        is the fix: overrides would do it by switching half precision off.
         """
         if self.error <= self.tolerance:
             return self.diagnosed
@@ -142,7 +151,9 @@ class Diagnosis:
     @property
     def advice(self) -> list[str]:
         """What else there is to say, a sentence each."""
-        advice = [self.about_reference, self._about_gradients()]
+        unscaled = self.loss_scale in (None, 1.0)
+        about = self.scaling or (self._vanish() if unscaled else self._overflow())
+        advice = [self.about_reference, about]
         if not any(f.is_half for f in self.in_order):
             advice.append("nothing runs in half precision under this policy")
         if self.noise:
@@ -166,37 +177,51 @@ class Diagnosis:
 
     @property
     def scaling(self) -> str:
-        """How to scale the loss, if that is the fix: gradients vanish; "" if not.
+        """How to scale the loss, if that is the fix; "" if not.
 
-        It is not where Inf or NaN appear: a larger scale makes these more.
+        It is where gradients vanish, but not where Inf or NaN appear, which a larger
+        scale makes more; and where gradients overflow that are scaled up.
         """
-        about = self._about_gradients()
-        vanish = "vanish in float16" in about
-        is_late = self.worst is None or self.worst.backward
-        return about if vanish and is_late and not self.first_nonfinite else ""
+        if self.worst is not None and not self.worst.backward:
+            return ""
+        return self._overflow() if self.first_nonfinite else self._vanish()
 
-    def _about_gradients(self) -> str:
-        """Says whether the loss wants another scale."""
+    def _vanish(self) -> str:
+        """Says whether gradients vanish that a larger scale of the loss would keep."""
         powers = np.flatnonzero(self.gradients) + LOWEST
         if self.diagnosed.compute_dtype != np.float16 or not len(powers):
             return ""
-        largest = int(powers[-1])
         lost = self.gradients[: _SMALLEST - LOWEST].sum() / self.gradients.sum()
-        scaled = self.loss_scale not in (None, 1.0)
-        if lost >= _UNDERFLOWS and not scaled:
-            fits = min(14 - largest, _LARGEST_SCALE)
+        # Those of the scaled loss, the largest of which may go up to 2**15.
+        scale = 1.0 if self.loss_scale is None else self.loss_scale
+        larger = 14 - int(powers[-1])
+        if lost < _UNDERFLOWS or larger < 1 or scale >= 2.0**_LARGEST_SCALE:
+            return ""
+        fits = min(round(math.log2(scale)) + larger, _LARGEST_SCALE)
+        if scale != 1.0:
             return (
-                f"{lost:.0%} of the gradients vanish in float16, and the loss is not "
-                "scaled: wrap the optimizer in jmpr.loss_scaling(...), and return "
-                "jmpr.scale_loss(loss, opt_state) from the loss function; a scale of "
-                f"2**{fits} fits"
+                f"{lost:.0%} of the gradients vanish in float16 at the loss scale "
+                f"{scale:g}: a scale of 2**{fits} fits; give it to jmpr.loss_scaling "
+                "as `loss_scale`, or as `init_scale` of a dynamic one"
             )
-        if scaled and self.worst and self.worst.backward and self.worst.nonfinite:
-            return (
-                f"gradients overflow at the loss scale {self.loss_scale:g}: a dynamic "
-                "scale skips such a step and halves itself"
-            )
-        return ""
+        return (
+            f"{lost:.0%} of the gradients vanish in float16, and the loss is not "
+            "scaled: wrap the optimizer in jmpr.loss_scaling(...), and return "
+            "jmpr.scale_loss(loss, opt_state) from the loss function; a scale of "
+            f"2**{fits} fits"
+        )
+
+    def _overflow(self) -> str:
+        """Says whether gradients overflow because the loss is scaled up."""
+        first = self.first_nonfinite
+        is_late = first is not None and first.backward
+        if not is_late or self.loss_scale is None or self.loss_scale <= 1.0:
+            return ""
+        return (
+            f"gradients overflow at the loss scale {self.loss_scale:g}: a dynamic "
+            "scale skips such a step and halves itself, again and again where it has "
+            "to; diagnose a step with the state that it comes to"
+        )
 
     def why(self, finding: Finding) -> str:
         """Returns a sentence on one of `equations`."""

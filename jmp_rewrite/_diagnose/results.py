@@ -19,9 +19,6 @@ import numpy as np
 _STEP = 0.5
 # Elements that are looked at to find the argument that a result continues.
 _SAMPLED = 64
-# Below, relative to the root mean square of its tensor, a gradient may be rounding
-# noise: in bfloat16 those of a healthy transformer are off by up to a twentieth of it.
-_RESOLVED = 2.0**-4
 # The arguments are shaken by two spacings of float32, and what then changes by more
 # than a hundredth has no digits that half precision could lose.
 _SHAKE = 2.0**-22
@@ -74,11 +71,10 @@ class Reference:
 
         It is the norm of the difference over the norm of the reference; inf if
         something is Inf or NaN that should not be; for integers and booleans the share
-        of wrong elements. In a change that is made of a gradient, elements whose
-        gradient is below what half precision resolves in its tensor weigh less, as much
-        less as their gradient is smaller: to the first order that is what they do to
-        the loss. Adam divides gradients by their own size, so that its first step is as
-        large for an element whose gradient is rounding noise as for any other.
+        of wrong elements. What is made of a gradient, an element counts in as much as
+        its gradient is large: to the first order that is what it does to the loss. Adam
+        divides gradients by their own size, so that its first step is as large for an
+        element whose gradient is rounding noise as for any other.
         """
         return [
             0.0 if noise else self._error(i, _array(x))
@@ -90,9 +86,8 @@ class Reference:
         if jax.dtypes.issubdtype(reference.dtype, jax.dtypes.extended):
             return 0.0
         other = None if start is None else self._arguments[start]
-        gradient = None if start is None else self._gradients[index]
         distance, size, spoilt = jax.device_get(
-            _distance(value, reference, other, gradient)
+            _distance(value, reference, other, self._gradients[index])
         )
         if spoilt:
             return float("inf")
@@ -138,12 +133,11 @@ def _distance(
 
 
 def _weight(gradient: Any) -> Any:
-    """Returns how much each element of a step counts: 0..1."""
+    """Returns how much each element of what is made of a gradient counts: 0..1."""
     size = jnp.abs(gradient.astype(np.float32))
     size = jnp.where(jnp.isfinite(size), size, 0.0)
-    size = size / jnp.maximum(size.max(initial=0.0), np.finfo(np.float32).tiny)
-    resolved = _RESOLVED * jnp.sqrt(jnp.mean(size**2))
-    return jnp.where(resolved > 0, jnp.minimum(size / resolved, 1.0), 1.0)
+    largest = size.max(initial=0.0)
+    return jnp.where(largest > 0, size / jnp.where(largest > 0, largest, 1.0), 1.0)
 
 
 def _norm(x: Any, weight: Any) -> Any:

@@ -56,7 +56,7 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
             "call it as explain(fun, policy)(*args)."
         )
     fixed = None if policy is None else as_policy(policy)
-    inner = _decorated(fun)
+    inner = _transform.decorated(fun)
 
     @functools.wraps(fun, updated=())
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
@@ -77,19 +77,6 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
     return explained
 
 
-# What `jax.jit`, `equinox.filter_jit` and `flax.nnx.jit` return.
-_JITTED = frozenset({"PjitFunction", "_JitWrapper", "JitWrapped"})
-
-
-def _decorated(fun: Any) -> _transform.Decorated | None:
-    """Returns the arguments of `mixed_precision`, if it has made `fun`."""
-    if type(fun).__name__ in _JITTED:
-        fun = getattr(fun, "__wrapped__", fun)
-    found = getattr(fun, "decorated", None)
-    is_own = isinstance(found, _transform.Decorated) and found.wrapped is fun
-    return found if is_own else None
-
-
 def _report(
     fun: Any, traced: _rewrite.Traced, policy: Policy, call: _cost.Call
 ) -> Report:
@@ -102,7 +89,7 @@ def _report(
             graph=graph,
             plan=plan,
             arguments=parameters.argument_paths(traced.arguments),
-            results=parameters.result_paths(traced.results),
+            results=traced.result_paths,
             unused_scopes=unused,
             weights=len(tree_util.tree_leaves(traced.arguments[0][:1])),
             call=call,

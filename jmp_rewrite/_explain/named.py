@@ -55,7 +55,8 @@ def report(
         fun, args = _returned(name, fun)
     else:
         args = tuple(_type(text) for text in shapes)
-    own = _transform.undecorated(fun)[1]
+    inner = _transform.decorated(fun)
+    own = None if inner is None else inner.policy
     chosen = Policy(policy or _DEFAULT) if policy or own is None else own
     return explain(fun, chosen)(*args)
 

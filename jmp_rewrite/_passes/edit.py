@@ -102,14 +102,16 @@ class Body:
             self._places[-1] = -1
         return self._places[number]
 
-    def reads(self, var: Any) -> list[tuple[int, int]]:
+    def reads(self, atom: Any) -> list[tuple[int, int]]:
         """Returns where a variable is read: (index, position); the results last.
 
-        The index of the results is -1.
+        The index of the results is -1. A literal is read nowhere else.
         """
+        if hasattr(atom, "val"):
+            return []
         if self._readers is None:
             self._readers = _readers(self._numbers, self.eqns, self.outvars)
-        found = [(self.place_of(n), p) for n, p in self._readers.get(var, ())]
+        found = [(self.place_of(n), p) for n, p in self._readers.get(atom, ())]
         return sorted(found, key=_results_last) if len(found) > 1 else found
 
     def find(self, *names: str) -> Iterator[tuple[int, Any]]:
@@ -512,9 +514,19 @@ class Editor:
     # ---- passes
 
     def run(self, name: str, fun: Callable[[Editor], None]) -> None:
-        """Runs a pass, and applies what it asked for."""
-        self._name = name
-        fun(self)
+        """Runs a pass, and applies what it asked for.
+
+        Of symbolic shapes nobody knows which is larger. A pass that asks is stopped:
+        what it has not committed by then is left out.
+        """
+        self._name, done = name, self.done[name]
+        try:
+            fun(self)
+        except jax.errors.InconclusiveDimensionOperation:
+            for body in self._order:
+                body.edits = _Edits()
+            self.done[name] = done
+            self.done = +self.done
         self.commit()
 
     def commit(self) -> None:

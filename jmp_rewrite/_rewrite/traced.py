@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from jax import tree_util
 
-from jmp_rewrite._arguments import show
+from jmp_rewrite._arguments import show, user_result
+from jmp_rewrite._precision import parameters
 
 
 class Traced(NamedTuple):
@@ -24,6 +25,17 @@ class Traced(NamedTuple):
     arrays: list[Any]
     arguments: Any
     results: Any
+
+    @property
+    def result_paths(self) -> list[str]:
+        """The path of each array in the result; of what changed in place, first.
+
+        That is the number of the argument, and the path in it.
+        """
+        result, ahead = user_result(self.results)
+        inside = parameters.result_paths(self.results)[:ahead]
+        changes = [path.split("/", 2)[-1] for path in inside]
+        return changes + parameters.result_paths(result)
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Makes the function's result from the jaxpr's results."""

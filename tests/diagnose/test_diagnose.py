@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import planted_faults
 import pytest
+from flax import nnx
 from programs import normal
 
 from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
@@ -249,6 +250,28 @@ def test_gradients_that_vanish_want_a_scale_and_no_policy():
     assert scaled.scaling == "" and scaled.error < scaled.tolerance
 
 
+@pytest.mark.parametrize(
+    ("scale", "size", "fix"),
+    [
+        (2.0, 1e-7, "vanish in float16 at the loss scale 2: a scale of 2**24 fits"),
+        (2.0**15, 1e4, "overflow at the loss scale 32768: a dynamic scale skips"),
+    ],
+)
+def test_another_scale_mends_what_the_scale_has_spoilt(scale, size, fix):
+    tx = loss_scaling(optax.adam(1e-3), scale)
+
+    def step(w, state, x):
+        def loss(w):
+            return scale_loss(size * jnp.mean(jnp.square(jnp.tanh(x @ w) @ w)), state)
+
+        updates, state = tx.update(jax.grad(loss)(w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = 0.1 * normal(32, 32, seed=1)
+    diagnosis = diagnose(step, "mixed_float16")(w, tx.init(w), normal(16, 32, seed=2))
+    assert fix in diagnosis.scaling and diagnosis.policy is None
+
+
 def test_an_overflow_is_not_mended_by_a_scale():
     diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
     assert diagnosis.scaling == "" and diagnosis.policy is not None
@@ -277,6 +300,60 @@ def test_the_line_that_has_rounded_and_not_the_one_that_amplifies(policy):
         assert (worst.primitive, worst.scope) == ("dot_general", "similarity")
 
 
+def test_the_first_inf_in_a_loop_is_where_it_appears():
+    """The line before it in the body has it an iteration later."""
+
+    def fun(w, x):
+        def body(x, _):
+            with jax.named_scope("before"):
+                h = x @ w
+            with jax.named_scope("after"):
+                return 6.0 * h, h.mean()
+
+        return jax.lax.scan(body, x, None, length=8)[0] @ w
+
+    diagnosis = diagnose(fun, "mixed_float16")(jnp.eye(16), jnp.full((4, 16), 3.6))
+    assert diagnosis.first_nonfinite.scope == "after"
+    assert diagnosis.first_nonfinite.iteration == (5,)
+
+
+def test_one_layer_is_mended_and_not_its_class():
+    """All layers stand in the same scope, as those of Equinox do."""
+
+    def fun(params, x):
+        for name in "abcdef":
+            with jax.named_scope("Linear"):
+                x = jnp.square(x @ params[name])
+        return x @ params["a"]
+
+    params = {name: jnp.eye(16) for name in "abcde"} | {"f": 1e3 * jnp.eye(16)}
+    diagnosis = diagnose(fun, "mixed_float16")(params, jnp.ones((8, 16)))
+    assert diagnosis.error == np.inf
+    assert diagnosis.policy_error < diagnosis.tolerance
+    assert "Linear" not in diagnosis.policy.scopes
+
+
+def test_modules_that_change_in_place_are_judged():
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda m: 1e-9 * jnp.square(m(x)).mean())(model)
+        optimizer.update(model, grads)
+
+    for fun in (step, nnx.jit(mixed_precision(step, "mixed_float16"))):
+        diagnosis = diagnose(fun, "mixed_float16")(model, optimizer, normal(8, 16))
+        assert diagnosis.results["0/kernel"] == 1 and "vanish" in diagnosis.scaling
+
+
+def test_static_arguments_are_static():
+    @mixed_precision("mixed_bfloat16", static_argnums=1)
+    def fun(x, flags):
+        return x @ x if flags[0] else x
+
+    assert diagnose(fun)(normal(8, 8), np.array([True])).error > 0
+
+
 def test_a_result_that_is_a_constant():
     """Without loss scaling `last_step_finite` is a constant of the step."""
     diagnosis = diagnose(lambda x: (x @ x, jnp.array(True)), "mixed_bfloat16")(
@@ -295,7 +372,7 @@ def test_a_step_is_judged_by_what_it_changes():
     assert reference.errors([start]) == pytest.approx([1.0])
 
 
-def test_gradients_below_half_s_resolution_hardly_count():
+def test_an_element_of_a_step_counts_as_much_as_its_gradient():
     """The first step of Adam is as large for the smallest gradient as for any other."""
     start, gradient = jnp.ones(1000), jnp.ones(1000).at[:100].set(1e-3)
     step = 1e-3 * jnp.sign(gradient)
@@ -303,11 +380,13 @@ def test_gradients_below_half_s_resolution_hardly_count():
     reference = results.Reference([start + step], [start], [gradient])
     plain = results.Reference([start + step], [start])
     assert plain.errors([lost])[0] == pytest.approx((4 * 0.1) ** 0.5, rel=1e-3)
-    share = 1e-3 / (0.9**0.5 * 2**-4)  # of what counts
-    expected = (4 * 0.1 * share / (0.9 + 0.1 * share)) ** 0.5
+    expected = (4 * 0.1 * 1e-3 / (0.9 + 0.1 * 1e-3)) ** 0.5
     assert reference.errors([lost])[0] == pytest.approx(expected, rel=1e-2)
     large = start + step.at[900:].multiply(-1.0)  # these gradients are no noise
     assert reference.errors([large])[0] > 0.6
+    # A bias that was zero is no small change of anything.
+    bias = results.Reference([step], [0 * start], [gradient])
+    assert bias.errors([lost - start])[0] == pytest.approx(expected, rel=1e-2)
 
 
 def test_a_healthy_first_step_of_adam_is_called_healthy():
@@ -329,3 +408,27 @@ def test_a_healthy_first_step_of_adam_is_called_healthy():
     for policy, error in (("mixed_float16", 0.05), ("mixed_bfloat16", 0.15)):
         diagnosis = diagnose(step, policy)(params, tx.init(params))
         assert 0 < diagnosis.error < error
+
+
+def test_healthy_layers_are_called_healthy():
+    """Rounding closes gates and opens others, and signs of small gradients change."""
+    tx = optax.adam(1e-3)
+    x, y = normal(64, 32, seed=1), jnp.arange(64) % 8
+
+    def step(params, state):
+        def loss(params):
+            h = x
+            for w, b in params[:-1]:
+                h = jax.nn.relu(h @ w + b)
+            logits = h @ params[-1][0]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for seed in range(3):
+        params = [
+            (normal(32, 32, seed=10 * seed + i) / 4, jnp.zeros(32)) for i in range(4)
+        ]
+        diagnosis = diagnose(step, "mixed_bfloat16")(params, tx.init(params))
+        assert diagnosis.error < diagnosis.tolerance

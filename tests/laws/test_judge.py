@@ -51,6 +51,10 @@ def test_a_product_that_a_product_reads_is_half():
     same(found, half(np.tanh(half(half(X) @ half(W)))) @ half(V))
 
 
+def test_a_product_may_be_one_number():
+    same(run(lambda x, y: x @ y, X[0], X[1]), half(half(X[0]) @ half(X[1])))
+
+
 def test_half_with_float32_is_float32():
     """The sum is float32, so no half value leads from one product to the other."""
     found = run(lambda x, w, v: (x @ w + x) @ v, X, W, V)

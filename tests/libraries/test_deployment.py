@@ -129,6 +129,28 @@ def test_export_with_symbolic_shapes():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_export_of_a_step_with_symbolic_shapes(policy):
+    """No pass can tell which of two sizes is larger."""
+
+    def step(w, x):
+        def loss(w):
+            h = jax.nn.gelu(x @ w + w[0][None], approximate=False)
+            h = jax.nn.softmax((h @ w) @ h.T) @ h
+            return -jax.nn.log_softmax(h @ w)[:, 0].mean()
+
+        return w - jax.grad(loss)(w)
+
+    half = jax.jit(mixed_precision(step, policy))
+    types = (
+        jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 8"), jnp.float32),
+    )
+    exported = jax.export.export(half, platforms=("cpu", "cuda", "tpu"))(*types)
+    w, x = normal(8, 8, seed=1) / 4, normal(5, 8)
+    assert relative_error(exported.call(w, x), step(w, x)) < 1e-2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_ahead_of_time(policy):
     """Lowered from types alone and compiled: the same program, to the bit."""
     step, state = ready(policy)

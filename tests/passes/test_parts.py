@@ -240,3 +240,20 @@ def test_reports_know_parts():
     assert {e.primitive for e in inserted} >= {"concatenate"}
     diagnosis = diagnose(step_of(indexed), "mixed_bfloat16")(params, x)
     assert max(diagnosis.results.values()) < diagnosis.tolerance
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_number_that_is_reshaped_is_left_alone(policy):
+    """A literal has no readers."""
+
+    @jax.custom_vjp
+    def doubled(x):
+        return 2 * x
+
+    doubled.defvjp(lambda x: (2 * x, ()), lambda _, g: (g * jnp.reshape(2.0, (1, 1)),))
+
+    def step(w, x):
+        return w - jax.grad(lambda w: doubled(x @ w).sum())(w)
+
+    args = normal(WIDTH, 8), normal(B * T, WIDTH)
+    assert relative_error(mixed_precision(step, policy)(*args), step(*args)) < 0.01
