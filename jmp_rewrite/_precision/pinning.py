@@ -20,6 +20,7 @@ from jmp_rewrite._precision import (
     loops,
     origins,
     reduction,
+    solvers,
     train_state,
     whole_step,
 )
@@ -30,6 +31,7 @@ from jmp_rewrite._precision.pins import (
     DIFFERENCE,
     EXACT,
     NO_PRODUCT,
+    SOLVER,
     STATE,
     STATISTIC,
     SUMMED,
@@ -107,7 +109,10 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     blame = {n: n for n in state if graph.nodes[n].eqn is not None}
     _pin_all(pins, dict.fromkeys(state, STATE), blame)
     _full_carries(graph, pins, streams)
+    solved: set[int] = set()
     if pins.whole_step:
+        solved = solvers.inside_solvers(graph, products, state)
+        _pin_all(pins, dict.fromkeys(solved - products, SOLVER))
         ours = whole_step.optimizer_products(graph, pins.categories, state)
         _pin_all(pins, dict.fromkeys(ours, "full: a product of the optimizer"))
         products = pins.products()
@@ -132,7 +137,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     if pins.whole_step and policy.reduce_dtype == pins.half:
         last = products - useful - pins.read_by.keys()
         pins.reduced = reduction.summed_in_half(graph, last, useful, pins.full)
-    pins.emits_full = frozenset(products - useful | pins.read_by.keys()) - pins.reduced
+    full = products - useful | (products & solved) | pins.read_by.keys()
+    pins.emits_full = frozenset(full) - pins.reduced
 
 
 def _pin_all(

@@ -21,7 +21,7 @@ from helpers import (
 from jax import lax
 from programs import OPTIMIZERS, W, cross_entropy, mlp, mlp_args, normal, weights
 
-from jmp_rewrite import Policy, mixed_precision, use_passes
+from jmp_rewrite import Policy, explain, mixed_precision, use_passes
 
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 both = pytest.mark.parametrize("policy", POLICIES)
@@ -289,6 +289,70 @@ def test_states_of_loops(policy):
 
     for eqn in eqns(trace(mixed_precision(f, policy), x), "add"):
         assert dtypes_out(eqn)[0] in ("float32", "int32")
+
+
+def integrate(w, y):
+    """Heun's method with a controlled error."""
+
+    def step(state):
+        t, h, y = state
+        first = jnp.tanh(y @ w)
+        second = jnp.tanh((y + h * first) @ w)
+        error = jnp.abs(h * (second - first)).max() / 2
+        accepted = error < 1e-3
+        t = jnp.where(accepted, t + h, t)
+        y = jnp.where(accepted, y + h / 2 * (first + second), y)
+        h = h * jnp.clip(0.9 * jnp.sqrt(1e-3 / error), 0.2, 5.0)
+        return t, jnp.minimum(h, 1 - t + 1e-9), y
+
+    start = jnp.float32(0), jnp.float32(0.1), y
+    return lax.while_loop(lambda state: state[0] < 1, step, start)[2]
+
+
+@both
+def test_a_solver_and_its_replay_take_the_same_steps(policy):
+    """An adjoint that stores nothing integrates again in the backward pass."""
+
+    @jax.custom_vjp
+    def solve(w, y):
+        return integrate(w, y)
+
+    solve.defvjp(
+        lambda w, y: (integrate(w, y), (w, y)),
+        lambda kept, _: (jnp.zeros_like(kept[0]), integrate(*kept)),
+    )
+
+    def step(w, y):
+        def loss(y):
+            out = solve(w, y)
+            return jnp.square(jnp.tanh(out @ w) @ w).sum(), out
+
+        (_, out), again = jax.value_and_grad(loss, has_aux=True)(y)
+        return out, again
+
+    w, y = normal(W, W, seed=1) / 4, normal(32, W, seed=2)
+    out, again = jax.jit(mixed_precision(step, policy))(w, y)
+    bit_equal(out, again)
+    assert relative_error(out, integrate(w, y)) < 2 * EPS[policy]
+    rows = explain(step, policy)(w, y).equations
+    assert any(row.reason.startswith("full: a solver") for row in rows)
+
+
+@both
+def test_a_loop_that_asks_a_token_is_no_solver(policy):
+    """It ends where a certain token comes, and integers are no values to round."""
+
+    def step(w, x):
+        def generate(state):
+            x, total, _ = state
+            h = jnp.tanh(jnp.tanh(x @ w) @ w)
+            return h @ w, total + h, h.argmax() == 3
+
+        state = lax.while_loop(lambda s: ~s[2], generate, (x, x, jnp.array(False)))
+        return w - jax.grad(lambda w: jnp.square(state[0] @ w @ w).sum())(w)
+
+    rows = explain(step, policy)(normal(W, W), normal(64, W)).equations
+    assert not any(row.reason.startswith("full: a solver") for row in rows)
 
 
 @both

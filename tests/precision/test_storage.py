@@ -371,6 +371,7 @@ def test_a_residual_sum_is_rounded_once():
     args = [first, w, bias, 1.0 + scale, out], normal(T, D)
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
     rounded = [maker(jaxpr, e.invars[0]) for e in choices(jaxpr, "keep_rounding")]
+    rounded = [e for e in rounded if e.primitive.name != "tanh"]
     stream = maker(jaxpr, rounded[0].invars[0])
     assert [maker(jaxpr, v).primitive.name for v in stream.invars] == [
         "convert_element_type",  # a product's half result
