@@ -224,6 +224,25 @@ def pure_call(
     return contextlib.nullcontext((fun, args, kwargs, lambda result: result))
 
 
+def call_of_arrays(
+    fun: Callable[..., Any], args: Any, kwargs: Any, call: Callable[..., Any]
+) -> Any:
+    """Calls a function; of a method of a Flax Linen module, one of its variables.
+
+    Args:
+      fun: the function.
+      args: its arguments.
+      kwargs: its arguments by name.
+      call: what calls it: `(fun, args, kwargs) -> result`.
+    """
+    if "flax.linen" in sys.modules:
+        from jmp_rewrite import _linen  # it imports Flax
+
+        if _linen.is_bound(args):
+            return _linen.call(fun, args, kwargs, call)
+    return call(fun, args, kwargs)
+
+
 def user_result(results: Any) -> tuple[Any, int]:
     """Returns the result of `fun` itself, of the result of a `pure_call`.
 

@@ -6,6 +6,7 @@ What is done to the program stands in `_rewrite`.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,14 @@ import numpy as np
 from jax.extend import core as jex
 
 from jmp_rewrite import _collector, _compat, _keras
-from jmp_rewrite._arguments import Static, name_of, not_a_function, pure_call, wraps
+from jmp_rewrite._arguments import (
+    Static,
+    call_of_arrays,
+    name_of,
+    not_a_function,
+    pure_call,
+    wraps,
+)
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._graph import REWRITTEN, Region, region
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
@@ -133,6 +141,7 @@ def mixed_precision(
             static_argnums=static_argnums,
             static_argnames=static_argnames,
         )
+    _check_kind(fun)
     fixed = None if policy is None else as_policy(policy)
     static = Static.of(fun, static_argnums, static_argnames)
     calls = _EagerCalls(fun)
@@ -145,15 +154,36 @@ def mixed_precision(
                 _log_auto()
             with jax.named_scope(REWRITTEN), region.tracing(Region(chosen)):
                 return fun(*args, **kwargs)
-        with pure_call(fun, *arguments) as (pure, pure_args, pure_kwargs, finish):
-            rebuild, results = _rewritten(pure, pure_args, pure_kwargs, chosen)
-            calls.count(results)
-            return finish(rebuild(results))
+
+        def rewritten(fun: Any, args: Any, kwargs: Any) -> Any:
+            with pure_call(fun, args, kwargs) as (pure, args, kwargs, finish):
+                rebuild, results = _rewritten(pure, args, kwargs, chosen)
+                calls.count(results)
+                return finish(rebuild(results))
+
+        return call_of_arrays(fun, *arguments, rewritten)
 
     wraps(fun, wrapped)
     _keras.watch(fun, wrapped)
     wrapped.decorated = Decorated(wrapped, fun, fixed, static.hide)  # type: ignore[attr-defined]
     return wrapped
+
+
+def _check_kind(fun: Any) -> None:
+    """Refuses what a call does not run: a generator, a coroutine, a module's class."""
+    what = ""
+    if inspect.isclass(fun) and any("__call__" in vars(c) for c in fun.__mro__):
+        what = "class, whose objects are called: decorate its method __call__"
+    elif isinstance(fun, staticmethod):
+        what = "static method: put @staticmethod above @mixed_precision"
+    elif inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
+        what = "generator, which runs after the call: decorate what it calls"
+    elif inspect.iscoroutinefunction(fun):
+        what = "coroutine, which runs after the call: decorate what it calls"
+    if what:
+        raise TypeError(
+            f"mixed_precision expected a function, got {name_of(fun)}, a {what}."
+        )
 
 
 def _rewritten(

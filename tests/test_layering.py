@@ -23,6 +23,7 @@ ROOMS = (
     "_precision",
     "_passes",
     "_emit",
+    "_linen",
     "_nnx",
     "_keras",
     "_arguments",

@@ -164,6 +164,33 @@ def test_classes():
     bit_equal(tuple(made), (X, W))
 
 
+def generator(x):
+    yield x
+
+
+async def coroutine(x):
+    return x
+
+
+class Called:
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (generator, "generator, which runs after the call"),
+        (coroutine, "coroutine, which runs after the call"),
+        (Called, "class, whose objects are called: decorate its method __call__"),
+        (staticmethod(f), "static method: put @staticmethod above"),
+    ],
+)
+def test_what_a_call_does_not_run(wrong, what):
+    with pytest.raises(TypeError, match=f"expected a function, got .*{what}"):
+        mixed_precision(wrong, "mixed_bfloat16")
+
+
 def test_jitted_functions():
     assert halves(mixed_precision(jax.jit(f), "mixed_bfloat16"), X, W) == [
         "bfloat16",

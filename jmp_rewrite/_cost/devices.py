@@ -114,7 +114,7 @@ def target(name: str) -> Target:
     found = _by_short_name().get(_short(device))
     if found is None:
         near = difflib.get_close_matches(_short(device), _by_short_name(), 1, 0.4)
-        hint = f"; did you mean {_by_short_name()[near[0]]!r}?" if near else ""
+        hint = f"; did you mean {_by_short_name()[near[0]]!r}?" if near else "."
         raise ValueError(
             f"unknown device {name!r}{hint} Known are: {', '.join(names())}."
         )

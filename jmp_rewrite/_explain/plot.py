@@ -53,7 +53,7 @@ def plot(title: str, scopes: Sequence[Scope]) -> Figure:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: bytes_text(int(x))))
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(y=0.02)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(edgecolor="none", framealpha=0.9, loc="lower right")
     if more := len(scopes) - len(shown):
         axes.annotate(
             f"and {count_text(more, 'smaller scope')}",

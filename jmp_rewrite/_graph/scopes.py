@@ -222,7 +222,7 @@ def report_unused(policy: Policy, used: frozenset[str]) -> None:
         warnings.warn(
             f"expected the pattern {pattern!r} of scopes to be in a name scope or "
             "in a parameter's path, but it matched nothing: look at the names that "
-            "jax.make_jaxpr(...).pretty_print(name_stack=True) shows, or set one with "
+            "print(jmp_rewrite.explain(fun)(*args)) shows, or set one with "
             "jax.named_scope",
             stacklevel=user_level(),
         )

@@ -162,17 +162,10 @@ def _ordered(eqn: Any, operands: list[Degree]) -> Degree:
     if UNKNOWN in distinct:
         return UNKNOWN
     if len(distinct) > 1:
-        is_guard = eqn.primitive.name == "max" and _is_positive(eqn)
-        return UNKNOWN if is_guard else MIXED
+        return MIXED
     if eqn.primitive.name in _ORDER:
         return Fraction(0)
     return _same(operands)
-
-
-def _is_positive(eqn: Any) -> bool:
-    """Whether an operand is a positive number: `max(norm, 1.0)` guards a division."""
-    values = [_compat.number(x) for x in _compat.reads(eqn)]
-    return any(v is not None and np.all(np.asarray(v) > 0) for v in values)
 
 
 _ARITHMETIC: Mapping[str, Callable[..., Fraction]] = {

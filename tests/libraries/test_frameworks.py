@@ -14,6 +14,7 @@ import optax
 import pytest
 from helpers import arrays, dtypes_in, products, trace
 from jax import lax
+from programs import normal
 
 from jmp_rewrite import (
     Policy,
@@ -384,6 +385,37 @@ def test_linen_scopes(remat):
     own, others = split(step, *args, widths=(6, 7), scopes={"Net/layer_1": "float32"})
     assert len(own) >= 3 and set(own) == {"float32"} and set(others) == {"bfloat16"}
     assert layers_of(step, *args) == {f"Net/layer_{i}" for i in range(3)}
+
+
+@pytest.mark.parametrize("compact_inside", [False, True])
+def test_a_method_of_a_linen_module(compact_inside):
+    """It makes parameters, draws, and changes its statistics, where it runs."""
+    nn = pytest.importorskip("flax.linen")
+
+    def call(self, x, train=True):
+        x = nn.Dense(16)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(4)(nn.Dropout(0.5, deterministic=not train)(x))
+
+    half = mixed_precision(BF16, static_argnames="train")
+    own = half(nn.compact(call)) if compact_inside else nn.compact(half(call))
+    plain, module = (
+        type("Net", (nn.Module,), {"__call__": c})() for c in (nn.compact(call), own)
+    )
+    x, keys = normal(8, 16), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = module.init(keys, x)
+    assert jax.tree.structure(variables) == jax.tree.structure(plain.init(keys, x))
+    rngs = {"dropout": jax.random.key(2)}
+    found, expected = (
+        jax.jit(functools.partial(m.apply, rngs=rngs, mutable=["batch_stats"]))(
+            variables, x
+        )
+        for m in (module, plain)
+    )
+    for a, b in zip(arrays(found), arrays(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.05)
+    jaxpr = trace(lambda v, x: module.apply(v, x, train=False), variables, x)
+    assert {d for e in products(jaxpr) for d in dtypes_in(e)} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("policy", [BF16, "mixed_float16"])

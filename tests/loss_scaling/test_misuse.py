@@ -132,6 +132,10 @@ WRONG = {
         step_of(scaled_grads, grads_unscaled=True),
     ),
     "clipped": ("put loss_scaling outside", step_of(scaled_grads, tx=CLIP_INSIDE)),
+    "clipped by block": (
+        "put loss_scaling outside",
+        step_of(scaled_grads, tx=optax.chain(optax.clip_by_block_rms(1.0), SGD)),
+    ),
     "clipped, then unscaled": (
         "put loss_scaling outside",
         step_of(
