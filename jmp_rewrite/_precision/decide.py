@@ -296,7 +296,7 @@ def _saturates(node: Node, pins: Pins) -> bool:
     """
     if node.name not in ("add", "sub") or node.index in pins.factors:
         return False
-    ranks = [origins.argument_rank(v, pins.moved) for v in node.inputs]
+    ranks = [origins.argument_rank(v, pins.moved, pins.trained) for v in node.inputs]
     return max(ranks, default=-1) > 1
 
 

@@ -8,7 +8,7 @@ and all arithmetic on them. Rounding an exact value puts an error where none was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -234,6 +234,7 @@ def moved_arguments(
     graph: Graph,
     categories: Sequence[Category | None],
     like_arguments: Iterable[int] = (),
+    trained: Container[int] = (),
 ) -> dict[int, int]:
     """Returns the clear nodes whose result holds nothing but arguments' values.
 
@@ -243,6 +244,7 @@ def moved_arguments(
       graph: the program.
       categories: of each node.
       like_arguments: nodes that hold numbers as large as an argument may hold.
+      trained: the arguments that are parameters.
     """
     moved = {
         n: len(graph.nodes[n].avals[0].shape)
@@ -251,21 +253,37 @@ def moved_arguments(
     }
     for node in graph.nodes:
         if categories[node.index] is Category.CLEAR and node.avals and node.inputs:
-            ranks = [argument_rank(v, moved) for v in node.inputs]
+            ranks = [argument_rank(v, moved, trained) for v in node.inputs]
             if min(ranks) >= 0:
                 moved[node.index] = max(ranks)
     return moved
 
 
-def argument_rank(value: Value, moved: Mapping[int, int]) -> int:
+def argument_rank(
+    value: Value, moved: Mapping[int, int], trained: Container[int] = ()
+) -> int:
     """Returns the dimensions of the argument that a value holds; -1 if it is none.
 
-    Constants whose numbers are known have been checked against the compute dtype.
+    Those of a parameter are at most one: a stack of biases is one of vectors. Constants
+    whose numbers are known have been checked against the compute dtype.
     """
     if value.node >= 0:
         return moved.get(value.node, -1)
-    known = value.constant is not None or not value.made_of_data
-    return -1 if known else len(value.aval.shape)
+    if value.constant is not None or not value.made_of_data:
+        return -1
+    rank = len(value.aval.shape)
+    return min(rank, 1) if value.argument in trained else rank
+
+
+def trained_arguments(graph: Graph, state: Container[int]) -> frozenset[int]:
+    """Returns the arguments that an update of state reads as they are."""
+    return frozenset(
+        value.argument
+        for node in graph.nodes
+        if node.index in state
+        for value in node.inputs
+        if value.node < 0 and value.argument >= 0
+    )
 
 
 def statistics(graph: Graph, categories: Sequence[Category | None]) -> set[int]:

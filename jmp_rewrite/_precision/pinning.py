@@ -81,8 +81,10 @@ def pin(
     pins.rounds_after = downstream.rounds_after(graph, pins, policy)
     pins.lossy = downstream.lossy(graph, policy.compute_dtype)
     pins.out_of_range = frozenset(local.out_of_range)
-    pins.moved = origins.moved_arguments(graph, pins.categories, pins.out_of_range)
     _pin_values(graph, pins, policy)
+    pins.moved = origins.moved_arguments(
+        graph, pins.categories, pins.out_of_range, pins.trained
+    )
     _pin_stacks(graph, pins)
     return pins
 
@@ -111,6 +113,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     _full_carries(graph, pins, streams)
     solved: set[int] = set()
     if pins.whole_step:
+        pins.trained = origins.trained_arguments(graph, state)
         solved = solvers.inside_solvers(graph, products, state)
         _pin_all(pins, dict.fromkeys(solved - products, SOLVER))
         ours = whole_step.optimizer_products(graph, pins.categories, state)

@@ -40,6 +40,7 @@ class Pins:
       whole_step: whether the program is a whole step, which nobody differentiates.
       out_of_range: nodes with a number that the compute dtype cannot hold.
       moved: nodes that only move arguments' values -> dimensions of the arguments.
+      trained: the arguments that are parameters, in a whole step.
       sinks: nodes without a float32 result that take the precision of what they read.
       rounds_after: nodes that compute in float32, whose result may be rounded once.
       lossy: clear nodes with a number that the compute dtype rounds.
@@ -61,6 +62,7 @@ class Pins:
     whole_step: bool = False
     out_of_range: frozenset[int] = frozenset()
     moved: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    trained: frozenset[int] = frozenset()
     sinks: frozenset[int] = frozenset()
     rounds_after: frozenset[int] = frozenset()
     lossy: frozenset[int] = frozenset()

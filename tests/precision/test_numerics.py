@@ -670,6 +670,34 @@ def test_masked_rows_between_products(policy):
     assert np.all(np.asarray(result) == 0)
 
 
+@both
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_stack_of_biases_is_no_mask(policy, is_trained):
+    """Of members of an ensemble, each with its own; what is not trained may be one."""
+    params = weights((3, W, 64), (3, 64, W), (3, 64, W))
+    (biases,) = weights((3, 64))
+
+    def step(params, biases, x):
+        def loss(params, biases):
+            def member(params, bias):
+                w, v, u = params
+                h = x @ w + bias[None]
+                h = h - h.mean(-1, keepdims=True)
+                h = h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-5)
+                return jnp.square(jax.nn.silu(h) @ v @ u.T)
+
+            return jax.vmap(member)(params, biases).mean()
+
+        trained = (params, biases) if is_trained else (params,)
+        fixed = () if is_trained else (biases,)
+        grads = jax.grad(lambda trained: loss(*trained, *fixed))(trained)
+        return jax.tree.map(lambda w, g: w - g, trained, grads)
+
+    half = mixed_precision(step, policy)
+    jaxpr = trace(half, params, biases, normal(64, W))
+    assert bool(eqns(jaxpr, "saturating_cast")) != is_trained
+
+
 def test_factors_are_never_saturated():
     """A loss scale has to see an infinity; a mask that is added is saturated."""
     x = jnp.full((8, 8), 1e6, jnp.float32)
