@@ -183,7 +183,15 @@ def _parse_jmp(text: str) -> str:
 
 def parse_rules(rules: Mapping[Any, Category | str]) -> dict[str, Category]:
     _expect_mapping("rules", "of primitive name to category", rules)
-    return {_parse_rule(key): _parse_category(key, rules[key]) for key in rules}
+    parsed: dict[str, Category] = {}
+    for key in rules:
+        name, category = _parse_rule(key), _parse_category(key, rules[key])
+        if parsed.setdefault(name, category) is not category:
+            raise ValueError(
+                f"expected one category for {name!r}, got {parsed[name].value!r} and "
+                f"{category.value!r}"
+            )
+    return parsed
 
 
 def _parse_rule(key: object) -> str:

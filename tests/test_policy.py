@@ -330,6 +330,11 @@ def test_wrong_jmp_form(wrong, message):
         Policy(wrong)
 
 
+def test_a_primitive_has_one_category():
+    with pytest.raises(ValueError, match="one category for 'exp', got 'infer' and 'd"):
+        Policy("bf16", rules={jax.lax.exp_p: "infer", "exp": "deny"})
+
+
 def test_unknown_rule_names_the_nearest():
     with pytest.raises(
         ValueError, match="got 'reduce_summ': the nearest is 'reduce_sum"
