@@ -67,7 +67,7 @@ def test_these_are_all():
     assert set(re.findall(r"\]\((\w+)\.py\)", text)) == set(EXAMPLES)
 
 
-@pytest.mark.breadth
+@pytest.mark.breadth(one_in=10)
 @each
 def test_runs_small(name, run_python):
     """Every line has the words of one in the docstring, in the same order."""

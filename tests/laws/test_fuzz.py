@@ -63,7 +63,7 @@ def count(law):
         jax.clear_caches()  # a long run would fill the memory
 
 
-@programs(20)
+@programs(14)
 def test_structure(block, seed):
     """Types, no-op, idempotence, casts, deny: of the program and of its gradient."""
     count("structure")
@@ -71,12 +71,12 @@ def test_structure(block, seed):
 
 
 @pytest.mark.slow
-@programs(60)
+@programs(66)
 def test_structure_of_more(block, seed):
     check_structure(block, seed)
 
 
-@programs(8)
+@programs(6)
 def test_values(block, seed):
     """Values and gradients near those of float32, eagerly, jitted and mapped."""
     count("values")
@@ -84,7 +84,7 @@ def test_values(block, seed):
 
 
 @pytest.mark.slow
-@programs(24)
+@programs(26)
 def test_values_of_more(block, seed):
     check_values(block, seed)
 

@@ -206,8 +206,10 @@ def devices_of(own):
 
 
 by_pass = pytest.mark.parametrize("own", PASSES, ids=lambda p: p.name)
-by_loss = pytest.mark.parametrize("loss", LOSSES)
 SLOW = pytest.mark.slow
+by_loss = pytest.mark.parametrize(
+    "loss", [pytest.param(x, marks=SLOW) if x is heads else x for x in LOSSES]
+)
 
 
 @pytest.mark.breadth(one_in=16)

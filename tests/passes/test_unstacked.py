@@ -322,8 +322,7 @@ def test_diagnose_runs_recomputed_values():
 
 
 def _of_step(found, plain):
-    """The error of a step: what half does not resolve in its gradient counts less."""
-    size = jnp.abs(plain)  # the step is a multiple of the gradient
-    weight = jnp.minimum(size / (jnp.sqrt(jnp.mean(size**2)) / 16), 1)
+    """The error of a step: each element counts as much as its gradient."""
+    weight = jnp.abs(plain)  # the step is a multiple of the gradient
     square = jnp.sum(weight * (found - plain) ** 2) / jnp.sum(weight * plain**2)
     return float(square**0.5)
