@@ -469,8 +469,9 @@ class Editor:
     def jaxpr_of(self, body: Body) -> Any:
         """Returns the open jaxpr of a body, with all edits that are applied."""
         made: dict[Body, Any] = {}
+        in_place_of = _Replacements()
         for one in self._order:  # what is called before its callers
-            made[one] = _rebuilt(one, made, False)
+            made[one] = _rebuilt(one, made, in_place_of, False)
             if one is body:
                 break
         return made[body]
@@ -570,11 +571,12 @@ class Editor:
           plain: whether what was decided to be rounded becomes a plain cast.
         """
         made: dict[Body, Any] = {}
+        in_place_of = _Replacements()
         for body in self._order:  # what is called before its callers
-            made[body] = _rebuilt(body, made, plain)
+            made[body] = _rebuilt(body, made, in_place_of, plain)
         for body in self._order:  # a cycle would wait for the garbage collector
             body.calls = []
-        return _in_place_of(self._closed, made[self._top])
+        return in_place_of(self._closed, made[self._top])
 
 
 def _reading(eqn: Any, instead_of: Callable[[Any], Any]) -> Any:
@@ -585,7 +587,9 @@ def _reading(eqn: Any, instead_of: Callable[[Any], Any]) -> Any:
     return eqn.replace(invars=invars)
 
 
-def _rebuilt(body: Body, made: dict[Body, Any], plain: bool) -> Any:
+def _rebuilt(
+    body: Body, made: dict[Body, Any], in_place_of: _Replacements, plain: bool
+) -> Any:
     """Returns the open jaxpr of a body, with those that it holds as they are now."""
     eqns = list(body.eqns)
     is_changed = body.is_changed
@@ -599,11 +603,11 @@ def _rebuilt(body: Body, made: dict[Body, Any], plain: bool) -> Any:
         for key in held_parameters(eqn.primitive.name):
             old = eqn.params[key]
             if isinstance(old, (tuple, list)):
-                parts = tuple(_in_place_of(j, made[next(jaxprs)]) for j in old)
+                parts = tuple(in_place_of(j, made[next(jaxprs)]) for j in old)
                 same = all(a is b for a, b in zip(parts, old, strict=True))
                 new[key] = old if same else parts
             else:
-                new[key] = _in_place_of(old, made[next(jaxprs)])
+                new[key] = in_place_of(old, made[next(jaxprs)])
         if any(new[key] is not eqn.params[key] for key in new):
             eqns[index] = eqn.replace(params={**eqn.params, **new})
             is_changed = True
@@ -613,12 +617,23 @@ def _rebuilt(body: Body, made: dict[Body, Any], plain: bool) -> Any:
     return before.replace(eqns=eqns, outvars=list(body.outvars))
 
 
-def _in_place_of(old: Any, made: Any) -> Any:
-    """Returns an open jaxpr as closed as the one in whose place it stands."""
-    before = _compat.open_jaxpr(old)
-    if before is made or before is old:
-        return old if before is made else made
-    return old.replace(jaxpr=made)  # JAX < 0.11: two kinds
+class _Replacements:
+    """Makes open jaxprs as closed as those in whose place they stand.
+
+    What was one object is one again: it is lowered once, however often it is called.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, old: Any, made: Any) -> Any:
+        before = _compat.open_jaxpr(old)
+        if before is made or before is old:
+            return old if before is made else made
+        if id(old) not in self._known:  # kept with it, or its number is used again
+            new = old.replace(jaxpr=made)  # JAX < 0.11: two kinds
+            self._known[id(old)] = old, new
+        return self._known[id(old)][1]
 
 
 @functools.lru_cache(maxsize=1024)
