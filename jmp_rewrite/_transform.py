@@ -259,13 +259,18 @@ class Decorated(NamedTuple):
 _JITTED = frozenset({"PjitFunction", "_JitWrapper", "JitWrapped"})
 
 
-def decorated(fun: Any) -> Decorated | None:
-    """Returns what `mixed_precision` was given, if it has made `fun`, `jit` aside."""
-    while type(fun).__name__ in _JITTED and hasattr(fun, "__wrapped__"):
-        fun = fun.__wrapped__
-    given = getattr(fun, "decorated", None)
-    is_own = isinstance(given, Decorated) and given.wrapped is fun
-    return given if is_own else None
+def undecorated(fun: Any) -> Decorated:
+    """Returns what `mixed_precision` was given to make `fun`, `jit` aside.
+
+    Of anything else that is the function itself, without a policy.
+    """
+    inner = fun
+    while type(inner).__name__ in _JITTED and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    given = getattr(inner, "decorated", None)
+    if isinstance(given, Decorated) and given.wrapped is inner:
+        return given
+    return Decorated(fun, fun, None, lambda args, kwargs: (args, kwargs))
 
 
 def _is_policy(given: Any) -> bool:

@@ -99,15 +99,15 @@ def diagnose(
         raise ValueError(
             f"diagnose expected a tolerance above 0, or None, got {tolerance!r}."
         )
-    inner = _transform.decorated(fun)
-    plain, own = (inner.fun, inner.policy) if inner else (fun, None)
-    hide = inner.hide if inner else None
-    given = own if policy is None else as_policy(policy)
+    inner = _transform.undecorated(fun)
+    plain = inner.fun
+    given = inner.policy if policy is None else as_policy(policy)
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
         _check_arrays((args, kwargs))
         chosen = as_policy(given)
-        program = _Program(_rewrite.trace_types(plain, args, kwargs, hide, chosen))
+        traced = _rewrite.trace_types(plain, args, kwargs, inner.hide, chosen)
+        program = _Program(traced)
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(
                 name_of(plain).rpartition("<locals>.")[2],

@@ -56,14 +56,10 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
             "call it as explain(fun, policy)(*args)."
         )
     fixed = None if policy is None else as_policy(policy)
-    inner = _transform.decorated(fun)
+    inner = _transform.undecorated(fun)
 
     @functools.wraps(fun, updated=())
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
-        if inner is None:
-            chosen = as_policy(fixed)
-            traced = _rewrite.trace_types(fun, args, kwargs, policy=chosen)
-            return _report(fun, traced, chosen, call(args, kwargs, traced))
         chosen = as_policy(fixed or inner.policy)
         traced = _rewrite.trace_types(inner.fun, args, kwargs, inner.hide, chosen)
         return _report(inner.fun, traced, chosen, call(args, kwargs, traced))

@@ -55,8 +55,7 @@ def report(
         fun, args = _returned(name, fun)
     else:
         args = tuple(_type(text) for text in shapes)
-    inner = _transform.decorated(fun)
-    own = None if inner is None else inner.policy
+    own = _transform.undecorated(fun).policy
     chosen = Policy(policy or _DEFAULT) if policy or own is None else own
     return explain(fun, chosen)(*args)
 

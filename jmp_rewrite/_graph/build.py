@@ -56,8 +56,8 @@ _DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
 # Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
 _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
 
-# A known number stays known through these, and is known behind a sign.
 _LOOPS = frozenset({"scan", "while"})
+# A known number stays known through these, and is known behind a sign.
 _KEEPS_NUMBER = MOVES_NUMBER | {"neg"}
 
 

@@ -134,8 +134,8 @@ class Inference(Generic[P, R]):
     """What `for_inference` returns: a function, with `store` and `report`."""
 
     def __init__(self, fun: Any, policy: PolicyLike, weights: Any, state: Any) -> None:
-        inner = _transform.decorated(fun)
-        plain, own = (inner.fun, inner.policy) if inner else (fun, None)
+        inner = _transform.undecorated(fun)
+        plain, own = inner.fun, inner.policy
         self._fun = plain
         given = None if policy is None else as_policy(policy)
         self._policy = given if own is None else own  # an inner policy decides inside

@@ -20,7 +20,7 @@ import numpy as np
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, Loop
 from jmp_rewrite._rules import held_jaxprs
-from jmp_rewrite._source import where
+from jmp_rewrite._source import Lines
 
 _COMPARISONS = frozenset({"eq", "ge", "gt", "is_finite", "le", "lt", "ne"})
 
@@ -37,9 +37,11 @@ def inside_solvers(graph: Graph, products: set[int], state: set[int]) -> set[int
     inside = {n for loop in own for n in loop.nodes}
     if inside.isdisjoint(products):
         return set()
-    lines = {where(graph.nodes[n].eqn) for n in inside & products}
+    lines = Lines()
+    own_lines = {lines.of(graph.nodes[n].eqn, None) for n in inside & products}
     for node in products - inside:
-        if where(graph.nodes[node].eqn) in lines:
+        line = lines.of(graph.nodes[node].eqn, None)
+        if line.file and line in own_lines:
             around = [x.nodes for x in graph.loops if node in x.nodes]
             inside.update(*sorted(around, key=len)[:1])
     return inside
