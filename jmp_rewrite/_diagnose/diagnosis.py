@@ -182,6 +182,8 @@ class Diagnosis:
         It is where gradients vanish, but not where Inf or NaN appear, which a larger
         scale makes more; and where gradients overflow that are scaled up.
         """
+        if self.error <= self.tolerance:
+            return ""
         if self.worst is not None and not self.worst.backward:
             return ""
         return self._overflow() if self.first_nonfinite else self._vanish()
