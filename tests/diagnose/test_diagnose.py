@@ -282,8 +282,9 @@ def test_what_is_nan_in_float32_too_is_not_mended_by_a_scale():
             h = h / h.sum(-1, keepdims=True)
             return scale_loss(1e4 * jnp.square(h @ w).mean(), state)
 
-        updates, state = tx.update(jax.grad(loss)(w), state, w)
-        return optax.apply_updates(w, updates), state
+        value, gradient = jax.value_and_grad(loss)(w)
+        updates, state = tx.update(gradient, state, w)
+        return optax.apply_updates(w, updates), state, value
 
     w, x = 0.1 * normal(32, 32, seed=1), normal(16, 32, seed=2)
     x[3] = 0.0
