@@ -3,7 +3,9 @@
 The gradients of a scaled loss are of degree 1 (twice the scale, twice the gradient),
 and divided by the scale they are of degree 0. A norm is of the degree of its operand, a
 variance of twice that. What compares a value of degree 1 with a fixed number, as
-clipping does, has no degree: what it makes is right for one scale only.
+clipping does, or adds one to it, as weight decay does, has no degree: what it makes is
+right for one scale only. What the backward pass reads, as parameters, is of degree 0;
+what only the update reads, as moments, is of the degree of what is added to it.
 
 It is dimensional analysis, after the backward pass alone. Where it does not know, it
 says so, and nobody is warned.
@@ -18,15 +20,17 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jmp_rewrite import _compat
+from jmp_rewrite._loss_scaling.leaves import is_inexact
 from jmp_rewrite._loss_scaling.lineage import is_backward
 from jmp_rewrite._rules import CALLS
 
-# A number, or one of the four words below.
+# A number, or one of the five words below.
 Degree: TypeAlias = Fraction | str
 ANY = "any"  # of zero and infinity, which no factor changes
 GUARD = "guard"  # of a number too small to be a threshold
 UNKNOWN = "unknown"
-MIXED = "mixed"  # a value of a degree compared with a fixed number
+STATE = "state"  # of what only the update reads: that of what is added to it
+MIXED = "mixed"  # values of two degrees compared or added
 
 # Numbers up to this guard a division by zero; nobody clips gradients there. The largest
 # default of optax is the 1e-3 of `adaptive_grad_clip`, against a parameter's norm.
@@ -48,14 +52,18 @@ _DROP = frozenset({"eq", "is_finite", "ne", "sign"})
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 
 
-def degrees(tracers: Sequence[Any], scale: Any, gradient: Fraction) -> list[Degree]:
+def degrees(
+    tracers: Sequence[Any], scale: Any, gradient: Fraction, parameters: Iterable[Any]
+) -> list[Degree]:
     """Returns the degree of each value of the jaxpr that is being traced.
 
     Args:
       tracers: tracers of `jit`.
       scale: that of the loss scale.
       gradient: the degree of what a backward pass makes.
+      parameters: tracers of arguments that the backward pass reads.
     """
+    fixed = {id(p) for p in parameters}
     known: dict[int, Sequence[Degree]] = {}
 
     def of(tracer: Any) -> Degree:
@@ -65,7 +73,8 @@ def degrees(tracers: Sequence[Any], scale: Any, gradient: Fraction) -> list[Degr
             return _of_number(value)
         eqn = _compat.maker(tracer)
         if eqn is None:
-            return UNKNOWN
+            is_moment = is_inexact(tracer) and id(tracer) not in fixed
+            return STATE if is_moment else Fraction(0)
         found = known[id(eqn)]
         return found[_compat.result_index(eqn, tracer)]
 
@@ -130,11 +139,12 @@ def _result(eqn: Any, operands: list[Degree]) -> Degree:
         return _ordered(eqn, operands)
     if name in _ARITHMETIC:
         return _computed(eqn, operands)
-    is_free = all(d in (0, *_NEUTRAL) for d in operands)
-    return Fraction(0) if is_free else UNKNOWN
+    if not all(d in (0, *_NEUTRAL) for d in operands):
+        return UNKNOWN
+    return STATE if STATE in operands else Fraction(0)
 
 
-_NEUTRAL = (ANY, GUARD)
+_NEUTRAL = (ANY, GUARD, STATE)
 
 
 def _computed(eqn: Any, operands: list[Degree]) -> Degree:
@@ -145,6 +155,8 @@ def _computed(eqn: Any, operands: list[Degree]) -> Degree:
         divides = name == "rsqrt" or (name == "div" and operands[1] == ANY)
         return UNKNOWN if divides else ANY
     numbers = [Fraction(0) if d == GUARD else d for d in operands]
+    if STATE in numbers:
+        return STATE if set(numbers) <= {STATE, 0} else UNKNOWN
     return _ARITHMETIC[name](eqn.params, *numbers)
 
 
@@ -152,20 +164,17 @@ def _same(operands: Sequence[Degree]) -> Degree:
     """The degree of a sum: that of all its terms."""
     distinct = set(operands) - {*_NEUTRAL}
     if not distinct:
-        return GUARD if GUARD in operands else ANY
-    return distinct.pop() if len(distinct) == 1 else UNKNOWN
+        return next((d for d in (STATE, GUARD) if d in operands), ANY)
+    if len(distinct) == 1:
+        return distinct.pop()
+    return UNKNOWN if UNKNOWN in distinct else MIXED
 
 
 def _ordered(eqn: Any, operands: list[Degree]) -> Degree:
     """The degree of a comparison, or of the larger or smaller of two values."""
-    distinct = set(operands) - {*_NEUTRAL}
-    if UNKNOWN in distinct:
-        return UNKNOWN
-    if len(distinct) > 1:
-        return MIXED
-    if eqn.primitive.name in _ORDER:
-        return Fraction(0)
-    return _same(operands)
+    found = _same(operands)
+    is_degree = found not in (UNKNOWN, MIXED)
+    return Fraction(0) if is_degree and eqn.primitive.name in _ORDER else found
 
 
 _ARITHMETIC: Mapping[str, Callable[..., Fraction]] = {

@@ -28,6 +28,7 @@ class Lineage(NamedTuple):
       scale_is_read_before: whether anything else before the end of the backward pass
         does.
       factors: the numbers that anything is multiplied by.
+      parameters: the arguments that the backward pass reads, and what leads to it.
     """
 
     backward: bool
@@ -35,6 +36,7 @@ class Lineage(NamedTuple):
     scale_is_read: bool
     scale_is_read_before: bool
     factors: frozenset[float]
+    parameters: Sequence[Any]
 
 
 def lineage(gradients: Sequence[Any], scale: Any) -> Lineage:
@@ -47,11 +49,14 @@ def lineage(gradients: Sequence[Any], scale: Any) -> Lineage:
     backward = scaled = False
     readers: set[bool] = set()
     factors: set[float] = set()
+    parameters: list[Any] = []
     seen: set[tuple[int, bool]] = set()
     todo = [(g, False) for g in gradients]
     while todo:
         tracer, is_before = todo.pop()
         eqn = _compat.maker(tracer)
+        if eqn is None and is_before:
+            parameters.append(tracer)
         if eqn is None or (id(eqn), is_before) in seen:
             continue
         seen.add((id(eqn), is_before))
@@ -64,7 +69,8 @@ def lineage(gradients: Sequence[Any], scale: Any) -> Lineage:
             readers.add(is_before)
         factors.update(f for e in inside for f in _factors(e))
         todo += [(x, is_before) for x in _compat.reads(eqn)]
-    return Lineage(backward, scaled, bool(readers), True in readers, frozenset(factors))
+    read, before = bool(readers), True in readers
+    return Lineage(backward, scaled, read, before, frozenset(factors), parameters)
 
 
 def is_backward(eqn: Any) -> bool:

@@ -28,7 +28,8 @@ NOT_SCALED = (
 DIVIDED_TWICE = (
     "these gradients are divided by the loss scale already, by unscale or by a norm of "
     "their own, and this update divides them again, so they all but vanish: write "
-    "tx.update(grads, opt_state, params, grads_unscaled=True)"
+    "tx.update(grads, opt_state, params, grads_unscaled=True), or, if an optimizer is "
+    "chained before loss_scaling, put it inside, as in loss_scaling(optax.adam(1e-3))"
 )
 NOT_UNSCALED = (
     "this update is told that its gradients are unscaled, but they are still "
@@ -36,8 +37,9 @@ NOT_UNSCALED = (
     "jmp_rewrite.unscale(grads, opt_state), or leave out grads_unscaled=True"
 )
 CLIPPED = (
-    "these gradients were compared with a fixed number, as clipping does, while they "
-    "were multiplied by the loss scale: put loss_scaling outside, as in "
+    "these gradients were compared with a fixed number, as clipping does, or added to "
+    "what is not scaled, as weight decay is, while they were multiplied by the loss "
+    "scale: put loss_scaling outside, as in "
     "loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
 )
 
@@ -69,7 +71,7 @@ def _judge(
         return None
     if not (made.scaled or made.scale_is_read or grads_unscaled):
         return NOT_SCALED
-    found = degrees(leaves, scale, Fraction(made.scaled))
+    found = degrees(leaves, scale, Fraction(made.scaled), made.parameters)
     if MIXED in found:
         return CLIPPED
     wanted = 0 if grads_unscaled else 1

@@ -148,6 +148,22 @@ WRONG = {
             scaled_grads, lambda g, s: jax.tree.map(lambda x: jnp.clip(x, -1, 1), g)
         ),
     ),
+    "clipped by parameters": (
+        "put loss_scaling outside",
+        step_of(scaled_grads, tx=optax.chain(optax.adaptive_grad_clip(0.1), SGD)),
+    ),
+    "optimizer before": (
+        "put it inside, as in loss_scaling(optax.adam",
+        step_of(scaled_grads, tx=optax.chain(optax.adam(0.1), loss_scaling())),
+    ),
+    "signs before": (
+        "put it inside, as in loss_scaling(optax.adam",
+        step_of(scaled_grads, tx=optax.chain(optax.lion(0.1), loss_scaling())),
+    ),
+    "decay before": (
+        "put loss_scaling outside",
+        step_of(scaled_grads, tx=optax.chain(optax.add_decayed_weights(1e-4), SGD)),
+    ),
     "clipped, accumulated": (
         "put loss_scaling outside",
         step_of(accumulated(scaled_grads), lambda g, s: clip(g)),
@@ -204,6 +220,21 @@ RIGHT = {
     "forward mode": step_of(lambda p, s, x: jax.jacfwd(mse)(p, x)),
     "MultiSteps": step_of(
         scaled_grads, tx=loss_scaling(optax.MultiSteps(optax.adam(0.1), 2))
+    ),
+    "momentum before": step_of(
+        scaled_grads, tx=optax.chain(optax.trace(0.9), SGD)
+    ),
+    "decay of the same scale": step_of(
+        scaled_grads,
+        lambda g, s: jax.tree.map(
+            lambda g, p: g + 1e-4 * loss_scale_state(s).loss_scale * p, g, PARAMS
+        ),
+    ),
+    "decay behind": step_of(
+        scaled_grads,
+        tx=optax.chain(
+            loss_scaling(), optax.adaptive_grad_clip(0.1), optax.adamw(0.1)
+        ),
     ),
     "chain's element": step_of(
         scaled_grads, tx=optax.chain(loss_scaling(), optax.adam(0.1))
