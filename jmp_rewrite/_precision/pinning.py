@@ -26,6 +26,7 @@ from jmp_rewrite._precision import (
 )
 from jmp_rewrite._precision.local import KERNEL_EDGES, Local
 from jmp_rewrite._precision.origins import leads_to_product, statistics
+from jmp_rewrite._precision.phases import nonlinearities
 from jmp_rewrite._precision.pins import (
     ADDED,
     DIFFERENCE,
@@ -169,7 +170,8 @@ def _pin_read_unrounded(
     graph: Graph, pins: Pins, products: set[int], made: set[int], small: set[int]
 ) -> None:
     """Pins what is read by code that multiplies an error."""
-    sharp = read_sharply(graph, products, pins.out_of_range)
+    layered = nonlinearities(graph, products, made)
+    sharp = read_sharply(graph, products, pins.out_of_range, layered)
     held = {n: r for n, r in differences(graph, made, small).items() if n not in sharp}
     blame = {**sharp, **held}
     logs = {n: r for n, r in held.items() if graph.nodes[r].name == "log"}

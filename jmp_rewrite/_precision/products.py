@@ -11,8 +11,8 @@ from jmp_rewrite._precision.origins import (
     is_backward,
     is_indicator,
     is_zero,
-    leads_to_product,
 )
+from jmp_rewrite._precision.phases import products_of_phases
 from jmp_rewrite._rules import PRODUCTS, Category
 
 # A multiplication that adds up no more than this many terms is arithmetic, unless its
@@ -77,20 +77,12 @@ def exact_products(
       categories: of each node.
       candidates: the multiplications that may run on half operands so far.
     """
-    found = dict.fromkeys(_phases(graph, candidates), "full: a phase of sin or cos")
+    found = dict.fromkeys(
+        products_of_phases(graph, candidates), "full: a phase of sin or cos"
+    )
     cast = _casts_up(graph, categories, candidates)
     found |= dict.fromkeys(cast, "full: an operand was cast to float32")
     return found | _of_exact_values(graph, candidates - found.keys())
-
-
-def _phases(graph: Graph, candidates: set[int]) -> set[int]:
-    """Returns products that feed a sine or cosine: phases are off by radians."""
-    consumers = graph.consumers()
-    phases = [n.index for n in graph.nodes if n.name in ("sin", "cos")]
-    products = {n.index for n in graph.nodes if n.name in PRODUCTS}
-    before = leads_to_product(phases, graph.predecessors(), products.__contains__)
-    before |= set(phases)
-    return {n for n in candidates if not before.isdisjoint(consumers[n])}
 
 
 def _casts_up(

@@ -52,7 +52,10 @@ _MOST_TERMS = 64
 
 
 def read_sharply(
-    graph: Graph, products: set[int], out_of_range: frozenset[int]
+    graph: Graph,
+    products: set[int],
+    out_of_range: frozenset[int],
+    nonlinearities: AbstractSet[int],
 ) -> dict[int, int]:
     """Returns the nodes that a sharp primitive reads, and which one.
 
@@ -61,9 +64,12 @@ def read_sharply(
       products: the matrix multiplications of half operands, which end what is read.
       out_of_range: nodes with a number that the compute dtype cannot hold. What is
         multiplied by such a number may be out of its range, too.
+      nonlinearities: sharp nodes that are those of layers.
     """
     found: dict[int, int] = {}
     for node in graph.nodes:
+        if node.index in nonlinearities:
+            continue
         if _is_sharp(node) or (
             node.index in out_of_range and node.name in ("div", "mul")
         ):
@@ -179,7 +185,7 @@ def sums_with_exact(
         if is_backward(node):
             continue
         for value, other in zip(node.inputs, node.inputs[::-1], strict=True):
-            is_own = value.made_of_data and _source(value, graph).size == node.size
+            is_own = value.made_of_data and source_of(value, graph).size == node.size
             if is_own and _is_exact(value, graph, made):
                 found[node.index] = value
             elif value.node in found and other.size == node.size:
@@ -354,14 +360,14 @@ def _terms(value: Value, graph: Graph) -> dict[int, int]:
 def _normalizes(node: Node, graph: Graph, small: set[int]) -> bool:
     """Whether a node takes a statistic off what it is of, or off another one."""
     views = _VIEWS | {"gather"}
-    sources = {_source(v, graph, views, small).node for v in node.inputs}
+    sources = {source_of(v, graph, views, small).node for v in node.inputs}
     statistics = sources & small
     return bool(statistics) and all(
         _is_made_of(s, n, graph) for s in statistics for n in sources - small
     )
 
 
-def _source(
+def source_of(
     value: Value,
     graph: Graph,
     views: AbstractSet[str] = _VIEWS,

@@ -252,6 +252,83 @@ def test_its_cotangent_is_rounded_before_it_is_multiplied(policy):
     assert {dtypes_in(e)[0] for e in found} == {policy.removeprefix("mixed_")}
 
 
+def snakes(ws, x):
+    """A vocoder's nonlinearity: a sine, and what it is added to."""
+    for w in ws:
+        h = x @ w
+        x = h + jnp.sin(h) ** 2
+    return x @ ws[0]
+
+
+def sines(ws, x):
+    """A network of sines between its layers, which begins with coordinates."""
+    for w in ws:
+        x = jnp.sin(3 * (x @ w))
+    return x @ ws[0]
+
+
+@both
+def test_a_sine_of_an_activation_that_is_read_elsewhere_too(policy):
+    """It is no phase: the product's half result is read by both, as by hand."""
+    ws, x = weights((3, W, W), (W, W))
+    half = policy.removeprefix("mixed_")
+    for fun in (snakes, jax.grad(lambda ws, x: jnp.mean(snakes(ws, x) ** 2))):
+        jaxpr = rewritten(fun, list(ws), x, policy=policy)
+        assert all(set(dtypes_in(e)) == {half} for e in products(jaxpr))
+        forward = products(jaxpr)[:3]
+        assert {dtypes_out(e)[0] for e in forward} == {half}
+    report = explain(snakes, policy)(list(ws), x)
+    assert not any("read unrounded by sin" in e.reason for e in report.equations)
+
+
+@both
+def test_a_network_of_sines(policy):
+    """Its layers have half operands and float32 results; what reads data is exact."""
+    ws, x = weights((3, W, W), (W, W))
+    half = policy.removeprefix("mixed_")
+    first, *layers, last = products(rewritten(sines, list(ws), x, policy=policy))
+    assert set(dtypes_in(first)) == {"float32"}
+    assert all(set(dtypes_in(e)) == {half} for e in layers)
+    assert {dtypes_out(e)[0] for e in layers} == {"float32"}
+    assert set(dtypes_in(last)) == {half}
+
+
+@both
+@pytest.mark.parametrize(
+    "phase",
+    [lambda x, w: x @ w, lambda x, w: (x @ w) @ w],
+    ids=["features", "a rotation before"],
+)
+def test_a_phase_is_a_product_of_data_that_sines_alone_read(phase, policy):
+    x, w = weights((W, W), (W, W))
+    jaxpr = rewritten(lambda x, w: jnp.sin(9 * phase(x, w)) @ w, x, w, policy=policy)
+    assert set(dtypes_in(products(jaxpr)[-2])) == {"float32"}
+
+
+@both
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x, w: x + jnp.tanh(x @ w) @ w,
+        lambda x, w: jnp.concatenate([jnp.tanh(x @ w) @ w, x], 1),
+        lambda x, w: x * (jnp.tanh(x @ w) @ w),
+    ],
+    ids=["added", "beside", "multiplied"],
+)
+def test_a_sine_of_data_and_activations_reads_unrounded_values(moved, policy):
+    """Though other code reads them, too: coordinates that a network moves."""
+    x, w, v = weights((W, W), (W, W), (2 * W, W))
+
+    def f(x, w, v):
+        h = 9 * moved(x, w)
+        v = v[: h.shape[1]]
+        return jnp.sin(h) @ v + h @ v
+
+    report = explain(f, policy)(x, w, v)
+    (scaled,) = [e for e in report.equations if e.primitive == "mul"][-1:]
+    assert scaled.dtype == "float32" and "read unrounded by sin" in scaled.reason
+
+
 def test_explain_names_the_reader():
     (x,) = weights((W, W))
     report = explain(lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(W)), "bfloat16")(x)
