@@ -135,12 +135,8 @@ def mixed_precision(
       <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
     if fun is None or _is_policy(fun) or not callable(fun):
-        return functools.partial(
-            mixed_precision,
-            policy=policy if fun is None else _only_policy(fun, policy),
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-        )
+        chosen = policy if fun is None else _only_policy(fun, policy)
+        return functools.partial(_decorate, chosen, static_argnums, static_argnames)
     _check_kind(fun)
     fixed = None if policy is None else as_policy(policy)
     static = Static.of(fun, static_argnums, static_argnames)
@@ -271,6 +267,16 @@ def undecorated(fun: Any) -> Decorated:
     if isinstance(given, Decorated) and given.wrapped is inner:
         return given
     return Decorated(fun, fun, None, lambda args, kwargs: (args, kwargs))
+
+
+def _decorate(policy: PolicyLike, numbers: Any, names: Any, fun: Any) -> Any:
+    """Decorates a function as `@mixed_precision("...")` does."""
+    if not callable(fun):
+        given = not_a_function(fun)
+        raise TypeError(
+            f"mixed_precision expected a function to decorate, got {given}."
+        )
+    return mixed_precision(fun, policy, static_argnums=numbers, static_argnames=names)
 
 
 def _is_policy(given: Any) -> bool:

@@ -325,6 +325,75 @@ def codebook_args(rng):
     return codes, x, normal(rng, 8, 8, scale=0.35), normal(rng, 8, 8)
 
 
+# ---- 10. what a network computed, near a number or beside its mean
+
+
+def network(ws, x):
+    return jnp.maximum(x @ ws[0] + ws[1], 0) @ ws[2] + ws[3]
+
+
+def network_args(rng):
+    ws = normal(rng, 8, 32, scale=0.5), normal(rng, 32, scale=0.3)
+    ws += normal(rng, 32, 6, scale=0.75), normal(rng, 6, scale=0.3)
+    return (*ws, normal(rng, 6, 4), normal(rng, 6, 4)), normal(rng, 32, 8)
+
+
+def noise_schedule(ws, x, e, t):
+    """A diffusion model that learns how much noise to add: sqrt(1 - alpha ** 2)."""
+    alpha = jax.nn.sigmoid(jnp.tanh(t @ ws[0] + ws[1]) @ ws[2] + 5 * t + 2)
+    z = alpha * x + jnp.sqrt(1 - alpha**2) * e
+    return jnp.mean((jnp.tanh(z @ ws[3]) @ ws[4] - e) ** 2)
+
+
+def noise_args(rng):
+    ws = normal(rng, 1, 16), normal(rng, 16), normal(rng, 16, 1, scale=0.2)
+    ws += normal(rng, 8, 16, scale=0.4), normal(rng, 16, 8, scale=0.3)
+    t = np.asarray(rng.uniform(0, 1, (32, 1)), f32)
+    return ws, normal(rng, 32, 8), normal(rng, 32, 8), t
+
+
+def complement(ws, x):
+    """The quotient by what is left to one, beside a layer of the value itself."""
+    a = jax.nn.sigmoid(network(ws, x))
+    return a @ ws[4], (1 / (1 - a + 1e-4)) @ ws[5]
+
+
+def excess(ws, x):
+    a = jnp.exp(0.01 * network(ws, x))
+    return a @ ws[4], (a - 1) @ ws[5]
+
+
+def compound(ws, x):
+    a = 1 + 0.01 * jnp.tanh(network(ws, x))
+    return a @ ws[4], (a**200.0) @ ws[5]
+
+
+def survival(ws, x):
+    a = 1 - 0.01 * jax.nn.sigmoid(network(ws, x))
+    return a @ ws[4], (1 - jnp.cumprod(a, -1)) @ ws[5]
+
+
+def relative_rewards(ws, x, rewards):
+    """Rewards near 100, normalized in each group: no layer reads them."""
+    log_p = jax.nn.log_softmax(network(ws, x)).reshape(4, 8, 6)
+    reward = (jnp.exp(log_p) * rewards).sum(-1)
+    spread = reward.std(1, keepdims=True) + 1e-4
+    advantage = (reward - reward.mean(1, keepdims=True)) / spread
+    return -(advantage * log_p.max(-1)).mean()
+
+
+def correlation(w, ws, x, y):
+    """One minus the correlation of outputs near 300 with what is wanted."""
+    a = network((*ws[:2], w, ws[3]), x) * 5 + 300
+    a, b = a - a.mean(0), y - y.mean(0)
+    return 1 - ((a * b).sum(0) / jnp.sqrt((a * a).sum(0) * (b * b).sum(0))).mean()
+
+
+def correlation_args(rng):
+    ws, x = network_args(rng)
+    return ws[2], ws, x, normal(rng, 32, 6)
+
+
 def _x(scale: float = 1.0, mean: float = 0.0, shape: Any = (32, 8)) -> Any:
     return lambda rng: (normal(rng, *shape, scale=scale, mean=mean),)
 
@@ -353,6 +422,17 @@ CASES = [
     Case("8_carried_scores", carried_scores, scores_args, (0, 1, 2)),
     Case("9_tied_stream", tied_stream, tied_args, (0, 1, 2)),
     Case("9_codebook", codebook, codebook_args, (0, 1, 2, 3)),
+    Case("10_noise_schedule", noise_schedule, noise_args),
+    Case("10_complement", complement, network_args, ()),
+    Case("10_excess", excess, network_args, ()),
+    Case("10_compound", compound, network_args, ()),
+    Case("10_survival", survival, network_args, ()),
+    Case(
+        "10_relative_rewards",
+        relative_rewards,
+        lambda r: (*network_args(r), normal(r, 4, 8, 6, mean=100)),
+    ),
+    Case("10_correlation", correlation, correlation_args),
 ]
 
 

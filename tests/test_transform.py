@@ -232,6 +232,15 @@ def test_auto_that_is_float32_is_logged_once(run_python, monkeypatch):
     assert "nothing runs in half precision" in line
 
 
+@pytest.mark.parametrize(
+    "decorator", [lambda: mixed_precision("bf16"), mixed_precision]
+)
+@pytest.mark.parametrize("wrong", [None, 3, "float16"])
+def test_what_is_decorated_is_a_function(decorator, wrong):
+    with pytest.raises(TypeError, match="expected a function to decorate, got"):
+        decorator()(wrong)
+
+
 def test_two_policies():
     with pytest.raises(TypeError, match="expected a function .*'mixed_bfloat16', got"):
         mixed_precision("mixed_float16", "mixed_bfloat16")

@@ -37,8 +37,8 @@ def sentence(finding: Finding, findings: Sequence[Finding]) -> str:
     if counts.nonfinite:
         made = "hands Inf or NaN on" if came_in >= SPOILT else "becomes Inf or NaN"
         return f"{what}: {_of(counts.nonfinite, counts)}: {made}"
-    if finding.grown >= 0:
-        by = findings[finding.grown]
+    by = findings[finding.grown] if finding.grown >= 0 else finding
+    if by.error > finding.error:
         times = by.error / max(finding.error, 1e-9)
         rounded = f"{what}: its rounding error of {finding.error:.2%}"
         return f"{rounded} becomes {times:.0f} times as large in {_at(by)}"

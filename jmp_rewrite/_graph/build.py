@@ -277,10 +277,10 @@ class Builder:
         )
         data = data or name in _DATA
         return index, [
-            Value(v.aval, index, number, made_of_data=data)
+            Value(v.aval, index, number, made_of_data=data, result=i)
             if number is not None or is_float32(v.aval)
             else other
-            for v, other in zip(eqn.outvars, others, strict=True)
+            for i, (v, other) in enumerate(zip(eqn.outvars, others, strict=True))
         ]
 
     def _follow_bits(self, eqn: Any, operands: Sequence[Value | None]) -> int | None:

@@ -41,6 +41,7 @@ class Value:
       made_of_data: False for what comes from integers, literals and NumPy constants
         alone.
       slice_of: the loop whose `xs` it is a slice of; -1 if none.
+      result: which result of the node it is.
       distinct: dimensions along which its integers are distinct: `distinct.py`.
     """
 
@@ -51,6 +52,7 @@ class Value:
         "distinct",
         "made_of_data",
         "node",
+        "result",
         "slice_of",
     )
 
@@ -63,6 +65,7 @@ class Value:
         made_of_data: bool = True,
         slice_of: int = -1,
         distinct: frozenset[int] = NOWHERE,
+        result: int = 0,
     ) -> None:
         self.aval = aval
         self.node = node
@@ -71,6 +74,7 @@ class Value:
         self.made_of_data = made_of_data
         self.slice_of = slice_of
         self.distinct = distinct
+        self.result = result
 
     @property
     def size(self) -> int:
@@ -91,6 +95,7 @@ class Value:
             self.made_of_data,
             slice_of,
             distinct,
+            self.result,
         )
 
 

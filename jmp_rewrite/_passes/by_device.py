@@ -94,9 +94,10 @@ def device_of(name: str) -> tuple[str, ...]:
       ValueError: for an unknown device.
     """
     by_name = {known.lower(): known for known in DEVICES}
-    if name.lower() in by_name:
-        return DEVICES[by_name[name.lower()]]
-    near = difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.3)
+    small = str(name).lower()
+    if small in by_name:
+        return DEVICES[by_name[small]]
+    near = difflib.get_close_matches(small, by_name, n=1, cutoff=0.3)
     hint = f"; did you mean {by_name[near[0]]!r}?" if near else "."
     raise ValueError(
         f"expected one of the devices {', '.join(DEVICES)}, got {name!r}{hint}"

@@ -172,7 +172,11 @@ def _pin_read_unrounded(
     """Pins what is read by code that multiplies an error."""
     layered = nonlinearities(graph, products, made)
     sharp = read_sharply(graph, products, pins.out_of_range, layered)
-    held = {n: r for n, r in differences(graph, made, small).items() if n not in sharp}
+    held = {
+        n: r
+        for n, r in differences(graph, products, made, small).items()
+        if n not in sharp
+    }
     blame = {**sharp, **held}
     logs = {n: r for n, r in held.items() if graph.nodes[r].name == "log"}
     reasons: dict[int, str] = dict.fromkeys(held, DIFFERENCE)

@@ -46,7 +46,9 @@ _VIEWS = MOVES | {"broadcast_in_dim"}
 # What a loop hands on, to its next iteration or behind it, is one of these.
 _CARRIES = frozenset({"carry_in", "join"})
 # A value is the same but for a number behind these, if they read nothing else.
-_SCALES = (MOVES - _CARRIES) | {"div", "mul", "neg"}
+_SCALES = (MOVES - _CARRIES - {"split"}) | {"div", "mul", "neg"}
+# A rounding, half an epsilon, is two epsilons in this power: what the law allows.
+_POWER = 4
 # A sum of more values is followed no further back.
 _MOST_TERMS = 64
 
@@ -90,45 +92,100 @@ def _products_before(graph: Graph, nodes: list[int], products: set[int]) -> set[
 
 
 def _is_sharp(node: Node) -> bool:
-    if node.name != "convert_element_type":
-        return node.name in SHARP
-    if not node.inputs:
-        return False
-    return np.dtype(node.eqn.params["new_dtype"]).kind in "iu"
+    if node.name == "convert_element_type" and node.inputs:
+        return np.dtype(node.eqn.params["new_dtype"]).kind in "iu"
+    if node.name == "integer_pow":
+        return bool(abs(node.eqn.params["y"]) > _POWER)
+    if node.name == "pow" and 0 not in node.literals:  # of a number it is an `exp`
+        power = node.literals.get(1)
+        return power is None or bool(np.any(abs(power) > _POWER))
+    return node.name in SHARP
 
 
-def differences(graph: Graph, made: set[int], small: set[int]) -> dict[int, int]:
+def differences(
+    graph: Graph, products: set[int], made: set[int], small: set[int]
+) -> dict[int, int]:
     """Returns the nodes that a difference reads unrounded, and that difference.
 
-    Both operands are float32 by JAX's promotion, one of them perhaps exact; or one
-    still holds the exact value that was added to it, and an exact value or a number is
-    taken off; or both are sums of one value and others, which is added with its other
-    sign in a backward pass. A logarithm is a difference as well, of exponents. So is
-    what they are made of, back to the matrix multiplications; beside an exact value,
-    elementwise.
+    Both operands are float32 by JAX's promotion, one of them perhaps exact, or a number
+    if a root, a quotient or a layer reads the difference; or one still holds the exact
+    value that was added to it, and an exact value or a number is taken off; or both are
+    sums of one value and others, which is added with its other sign in a backward pass.
+    A logarithm is a difference as well, of exponents. So is what they are made of, back
+    to the matrix multiplications; beside an exact value, elementwise.
 
     Args:
       graph: the program.
+      products: the matrix multiplications of half operands.
       made: the nodes that have a matrix multiplication upstream.
       small: statistics, which a normalization subtracts from what they are of.
     """
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
+    in_layers = _before_layers(graph, products)
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if _normalizes(node, graph, small):
+        in_layer = node.index in in_layers or is_backward(node)
+        if in_layer and _normalizes(node, graph, small):
             continue
         if node.name == "log":
             _follow_back(node, promoted, graph, found, near=True)
         elif _is_difference(node, graph):
             exact = [v for v in node.inputs if _is_exact(v, graph, made)]
             known = bool(exact) or any(node.literals.values())
-            if _cancels(node, promoted, any(v.made_of_data for v in exact)):
+            beside = any(v.made_of_data for v in exact)
+            if not beside and any(map(np.any, node.literals.values())):
+                beside = _is_read_relatively(node, graph, products, made)
+            if _cancels(node, promoted, beside):
                 _follow_back(node, promoted, graph, found, near=bool(exact))
             if _cancels(node, offset, known):
                 _follow_back(node, offset, graph, found)
             if len(node.inputs) == 2:
                 _follow_back(node, _on_the_way_to_shared(node, graph), graph, found)
     return found
+
+
+def _before_layers(graph: Graph, products: set[int]) -> set[int]:
+    """Returns the nodes on the way to a matrix multiplication of the forward pass."""
+    nodes = graph.nodes
+    forward = [n for n in products if not is_backward(nodes[n])]
+
+    def is_number(index: int) -> bool:
+        return not any(aval.shape for aval in nodes[index].avals)
+
+    return leads_to_product(forward, graph.predecessors(), is_number)
+
+
+# An error relative to what these read is one of their result, or a larger one.
+_RELATIVE = frozenset({"cbrt", "log", "pow", "rsqrt", "sqrt"})
+
+
+def _is_read_relatively(
+    node: Node, graph: Graph, products: set[int], made: set[int]
+) -> bool:
+    """Whether a difference from a number counts by its own size where it is read.
+
+    A gate's `1 - z` that scales an activation does not: the error is small beside the
+    sum that follows. Neither does the derivative of a nonlinearity.
+    """
+    consumers, nodes = graph.consumers(), graph.nodes
+    if node.index in {v.node for v in graph.results}:
+        return True
+    stack, seen = [node.index], {node.index}
+    while stack:
+        index = stack.pop()
+        for reader in consumers[index]:
+            read = nodes[reader]
+            if is_backward(read) or reader in seen:
+                continue
+            seen.add(reader)
+            divides = read.name == "div" and read.inputs[-1].node == index
+            if reader in products or read.name in _RELATIVE or divides:
+                return True
+            others = [v for v in read.inputs if v.node != index]
+            is_scaled = read.name in _SCALES | _VIEWS | {"add", "sub"}
+            if is_scaled and not any(v.node in made for v in others):
+                stack.append(reader)
+    return False
 
 
 def _on_the_way_to_shared(node: Node, graph: Graph) -> set[int]:
@@ -139,7 +196,7 @@ def _on_the_way_to_shared(node: Node, graph: Graph) -> set[int]:
     first, second = (_terms(v, graph) for v in node.inputs)
     turn = 1 if node.name == "sub" else -1
     shared = {n for n, sign in first.items() if second.get(n) == turn * sign}
-    return (first.keys() | second.keys()) - shared if shared else set()
+    return {n for n, _ in (first | second).keys() - shared} if shared else set()
 
 
 def _cancels(node: Node, held: set[int], known: bool) -> bool:
@@ -332,16 +389,18 @@ def _is_difference(node: Node, graph: Graph) -> bool:
     return any(second.get(n) == -sign for n, sign in first.items())
 
 
-def _terms(value: Value, graph: Graph) -> dict[int, int]:
-    """Returns the nodes that a value is a sum of, scaled and moved, with their signs.
+def _terms(value: Value, graph: Graph) -> dict[tuple[int, int], int]:
+    """Returns what a value is a sum of, scaled and moved: node, result and sign.
 
     Itself is one of them.
     """
-    found = {value.node: 1}
-    stack = [value.node] if value.node >= 0 else []
+    if value.node < 0:
+        return {}
+    found = {(value.node, value.result): 1}
+    stack = list(found)
     while stack and len(found) < _MOST_TERMS:
-        index = stack.pop()
-        node, sign = graph.nodes[index], found[index]
+        term = stack.pop()
+        node, sign = graph.nodes[term[0]], found[term]
         is_scaled = node.name in _SCALES and len(node.inputs) == 1
         if not is_scaled and node.name not in _SUMS | _CARRIES | {"reduce_sum"}:
             continue
@@ -349,11 +408,11 @@ def _terms(value: Value, graph: Graph) -> dict[int, int]:
         if node.name == "neg" or is_factor:
             sign = -sign
         for position, read in enumerate(node.inputs):
-            if read.node >= 0 and read.node not in found:
+            key = read.node, read.result
+            if read.node >= 0 and key not in found:
                 is_taken = node.name == "sub" and (position or 0 in node.literals)
-                found[read.node] = -sign if is_taken else sign
-                stack.append(read.node)
-    found.pop(-1, None)
+                found[key] = -sign if is_taken else sign
+                stack.append(key)
     return found
 
 

@@ -668,6 +668,7 @@ SHARP: frozenset[str] = DECOMPOSITIONS | frozenset(
         "bessel_i1e",
         "ceil",
         "cos",
+        "cumprod",
         "digamma",
         "erf_inv",
         "floor",

@@ -329,6 +329,18 @@ def test_a_sine_of_data_and_activations_reads_unrounded_values(moved, policy):
     assert scaled.dtype == "float32" and "read unrounded by sin" in scaled.reason
 
 
+def test_parts_of_a_value_are_not_the_value():
+    """`concatenate([x, -x])`: its cotangent's halves are subtracted, and two values."""
+    w, v, x = weights((W, W), (2 * W, W), (64, W))
+
+    def loss(w, v, x):
+        h = x @ w
+        return jnp.mean((jax.nn.elu(jnp.concatenate([h, -h], 1)) @ v) ** 2)
+
+    report = explain(jax.grad(loss), "mixed_bfloat16")(w, v, x)
+    assert not any("difference" in e.reason for e in report.equations)
+
+
 def test_explain_names_the_reader():
     (x,) = weights((W, W))
     report = explain(lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(W)), "bfloat16")(x)
