@@ -382,6 +382,12 @@ def relative_rewards(ws, x, rewards):
     return -(advantage * log_p.max(-1)).mean()
 
 
+def actor(ws, x, values):
+    """The loss of an actor over all its actions, whose values are near 500."""
+    log_p = jax.nn.log_softmax(network(ws, x))
+    return (jnp.exp(log_p) * (0.2 * log_p - values)).sum(-1).mean()
+
+
 def correlation(w, ws, x, y):
     """One minus the correlation of outputs near 300 with what is wanted."""
     a = network((*ws[:2], w, ws[3]), x) * 5 + 300
@@ -431,6 +437,15 @@ CASES = [
         "10_relative_rewards",
         relative_rewards,
         lambda r: (*network_args(r), normal(r, 4, 8, 6, mean=100)),
+    ),
+    Case(
+        "10_actor",
+        actor,
+        lambda r: (
+            network_args(r)[0][:4],
+            normal(r, 32, 8),
+            normal(r, 32, 6, mean=500),
+        ),
     ),
     Case("10_correlation", correlation, correlation_args),
 ]

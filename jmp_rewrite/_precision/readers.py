@@ -122,8 +122,12 @@ def differences(
     """
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
     in_layers = _before_layers(graph, products)
+    beside_data = _beside_data(graph, made, in_layers)
     found: dict[int, int] = {}
     for node in graph.nodes:
+        if _projects(node, beside_data, graph):
+            _follow_back(node, promoted, graph, found)
+            continue
         in_layer = node.index in in_layers or is_backward(node)
         if in_layer and _normalizes(node, graph, small):
             continue
@@ -141,6 +145,40 @@ def differences(
                 _follow_back(node, offset, graph, found)
             if len(node.inputs) == 2:
                 _follow_back(node, _on_the_way_to_shared(node, graph), graph, found)
+    return found
+
+
+def _projects(node: Node, beside_data: set[int], graph: Graph) -> bool:
+    """Whether a backward pass takes off a cotangent what it has in common, a sum of it.
+
+    A softmax does, as `g - softmax * sum(g)`. What a network made has little in common;
+    what data of its size stand in, as the values of all actions, may have much.
+    """
+    if node.name not in _SUMS or len(node.inputs) != 2 or not is_backward(node):
+        return False
+    first, second = (v.node for v in node.inputs)
+    return any(
+        g in beside_data and _is_made_of(other, g, graph)
+        for g, other in ((first, second), (second, first))
+    )
+
+
+def _beside_data(graph: Graph, made: set[int], in_layers: set[int]) -> set[int]:
+    """Returns the made nodes of a loss that an exact array of their size stands in."""
+    found: set[int] = set()
+
+    def is_data(value: Value, node: Node) -> bool:
+        if not value.made_of_data or is_backward(node):
+            return False
+        if not _is_exact(value, graph, made):
+            return False
+        return source_of(value, graph).size == node.size > 1
+
+    for node in graph.nodes:
+        if node.index not in made or node.index in in_layers or node.name in PRODUCTS:
+            continue
+        if any(v.node in found or is_data(v, node) for v in node.inputs):
+            found.add(node.index)
     return found
 
 
