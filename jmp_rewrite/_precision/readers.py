@@ -164,20 +164,19 @@ def _projects(node: Node, beside_data: set[int], graph: Graph) -> bool:
 
 
 def _beside_data(graph: Graph, made: set[int], in_layers: set[int]) -> set[int]:
-    """Returns the made nodes of a loss that an exact array of their size stands in."""
+    """Returns the made nodes of a loss that an argument of their size stands in."""
     found: set[int] = set()
 
     def is_data(value: Value, node: Node) -> bool:
-        if not value.made_of_data or is_backward(node):
-            return False
-        if not _is_exact(value, graph, made):
-            return False
-        return source_of(value, graph).size == node.size > 1
+        source = source_of(value, graph)
+        is_argument = source.node < 0 and source.made_of_data
+        return is_argument and source.size == node.size > 1 and not is_backward(node)
 
     for node in graph.nodes:
         if node.index not in made or node.index in in_layers or node.name in PRODUCTS:
             continue
-        if any(v.node in found or is_data(v, node) for v in node.inputs):
+        of_data = (v for v in node.inputs if v.node in found and v.size == node.size)
+        if any(of_data) or any(is_data(v, node) for v in node.inputs):
             found.add(node.index)
     return found
 
