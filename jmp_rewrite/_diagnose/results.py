@@ -157,12 +157,19 @@ def _starts(values: Sequence[Any], arguments: Sequence[Any]) -> list[int | None]
             if own is None or other is None or argument.shape != value.shape:
                 continue
             if argument.dtype == value.dtype and value.shape:
-                size = float(np.linalg.norm(own))
-                away = float(np.linalg.norm(own - other)) / size if size else np.inf
+                away = _change(own, other)
                 if away < least:
                     best, least = number, away
         found.append(best)
     return found
+
+
+def _change(x: Any, start: Any) -> float:
+    """Returns how far an array is from another one, by its size; NaN if infinite."""
+    x, start = np.float64(x), np.float64(start)
+    with np.errstate(invalid="ignore"):
+        size = float(np.linalg.norm(x))
+        return float(np.linalg.norm(x - start)) / size if size else np.inf
 
 
 def _sample(x: Any) -> Any:

@@ -279,6 +279,13 @@ def test_what_is_within_the_tolerance_wants_no_scale():
     assert diagnosis.scaling == "" and "fix: " not in str(diagnosis)
 
 
+@pytest.mark.parametrize("size", [1e25, np.inf])
+def test_large_results_draw_no_warning(size):
+    """Each warning is an error here: squares of 1e25 are infinite in float32."""
+    found = diagnose(lambda x: (x, 2 * x), "mixed_bfloat16")(jnp.full((4, 4), size))
+    assert found.error == 0
+
+
 def test_an_overflow_is_not_mended_by_a_scale():
     diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
     assert diagnosis.scaling == "" and diagnosis.policy is not None
