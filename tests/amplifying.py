@@ -382,9 +382,10 @@ def relative_rewards(ws, x, rewards):
     return -(advantage * log_p.max(-1)).mean()
 
 
-def actor(ws, x, values):
+def actor(ws, x, advantages):
     """The loss of an actor over all its actions, whose values are near 500."""
     log_p = jax.nn.log_softmax(network(ws, x))
+    values = 500 + advantages
     return (jnp.exp(log_p) * (0.2 * log_p - values)).sum(-1).mean()
 
 

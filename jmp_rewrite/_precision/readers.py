@@ -121,15 +121,14 @@ def differences(
       small: statistics, which a normalization subtracts from what they are of.
     """
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
-    in_layers = _before_layers(graph, products)
-    beside_data = _beside_data(graph, made, in_layers)
+    in_layers = _in_layers(graph, products)
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if _projects(node, beside_data, graph):
+        if node.index in in_layers:
+            if _normalizes(node, graph, small):
+                continue
+        elif is_backward(node) and _projects(node, graph):
             _follow_back(node, promoted, graph, found)
-            continue
-        in_layer = node.index in in_layers or is_backward(node)
-        if in_layer and _normalizes(node, graph, small):
             continue
         if node.name == "log":
             _follow_back(node, promoted, graph, found, near=True)
@@ -148,48 +147,31 @@ def differences(
     return found
 
 
-def _projects(node: Node, beside_data: set[int], graph: Graph) -> bool:
+def _projects(node: Node, graph: Graph) -> bool:
     """Whether a backward pass takes off a cotangent what it has in common, a sum of it.
 
-    A softmax does, as `g - softmax * sum(g)`. What a network made has little in common;
-    what data of its size stand in, as the values of all actions, may have much.
+    A softmax does, as `g - softmax * sum(g)`.
     """
-    if node.name not in _SUMS or len(node.inputs) != 2 or not is_backward(node):
+    if node.name not in _SUMS or len(node.inputs) != 2:
         return False
     first, second = (v.node for v in node.inputs)
-    return any(
-        g in beside_data and _is_made_of(other, g, graph)
-        for g, other in ((first, second), (second, first))
-    )
+    return _is_made_of(first, second, graph) or _is_made_of(second, first, graph)
 
 
-def _beside_data(graph: Graph, made: set[int], in_layers: set[int]) -> set[int]:
-    """Returns the made nodes of a loss that an argument of their size stands in."""
-    found: set[int] = set()
+def _in_layers(graph: Graph, products: set[int]) -> set[int]:
+    """Returns the nodes that lead to a matrix multiplication of the forward pass.
 
-    def is_data(value: Value, node: Node) -> bool:
-        source = source_of(value, graph)
-        is_argument = source.node < 0 and source.made_of_data
-        return is_argument and source.size == node.size > 1 and not is_backward(node)
-
-    for node in graph.nodes:
-        if node.index not in made or node.index in in_layers or node.name in PRODUCTS:
-            continue
-        of_data = (v for v in node.inputs if v.node in found and v.size == node.size)
-        if any(of_data) or any(is_data(v, node) for v in node.inputs):
-            found.add(node.index)
-    return found
-
-
-def _before_layers(graph: Graph, products: set[int]) -> set[int]:
-    """Returns the nodes on the way to a matrix multiplication of the forward pass."""
+    Of the backward pass it is those that one of its own leads to; what is left is the
+    loss and its cotangents.
+    """
     nodes = graph.nodes
-    forward = [n for n in products if not is_backward(nodes[n])]
+    backward = {n for n in products if is_backward(nodes[n])}
 
     def is_number(index: int) -> bool:
         return not any(aval.shape for aval in nodes[index].avals)
 
-    return leads_to_product(forward, graph.predecessors(), is_number)
+    forward = leads_to_product(products - backward, graph.predecessors(), is_number)
+    return forward | reached(backward, graph.consumers())
 
 
 # An error relative to what these read is one of their result, or a larger one.
@@ -215,7 +197,8 @@ def _is_read_relatively(
             if is_backward(read) or reader in seen:
                 continue
             seen.add(reader)
-            divides = read.name == "div" and read.inputs[-1].node == index
+            divides = read.name == "div" and 1 not in read.literals
+            divides = divides and read.inputs[-1].node == index
             if reader in products or read.name in _RELATIVE or divides:
                 return True
             others = [v for v in read.inputs if v.node != index]
