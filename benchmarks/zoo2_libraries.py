@@ -17,11 +17,21 @@ from flax import nnx
 from models.common import Workload, at_least_float32
 
 
-def cast(tree: Any, dtype: Any) -> Any:
-    """Casts float32 leaves to the compute dtype, float32 itself for the decorated."""
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree
-    )
+def cast(tree: Any, dtype: Any, keep: Any = lambda path: False) -> Any:
+    """Casts float32 leaves to the compute dtype, float32 itself for the decorated.
+
+    Args:
+      tree: of arrays and others, which stay.
+      dtype: the compute dtype.
+      keep: whether a leaf stays, by its path as a string.
+    """
+
+    def one(path: Any, x: Any) -> Any:
+        if keep(jax.tree_util.keystr(path)) or not eqx.is_inexact_array(x):
+            return x
+        return x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 # ---- NNX: contrastive towers

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from models.common import Workload, cross_entropy
-from zoo2_unseen_third import cast, f32, of_linen
+from zoo2_libraries import cast
+from zoo2_unseen_third import f32, of_linen
 
 # ---- features of tables as tokens, NNX
 

@@ -13,19 +13,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from models.common import Workload, at_least_float32, cross_entropy
+from zoo2_libraries import cast
 
 f32 = at_least_float32
-
-
-def cast(tree: Any, dtype: Any, keep: Any = lambda path: False) -> Any:
-    """Casts float32 leaves, but those whose path is to be kept."""
-
-    def one(path: Any, x: Any) -> Any:
-        if keep(jax.tree_util.keystr(path)) or not eqx.is_inexact_array(x):
-            return x
-        return x.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def of_linen(
