@@ -90,14 +90,11 @@ class _Walk:
         body = _compat.open_jaxpr(jaxpr)
         origins = self._origins.get(body)
         if origins is None:
-            if not _alike(body, _compat.open_jaxpr(use.jaxpr)):
-                self._unknown(
-                    jaxpr,
-                    _Step(use, -1, None, place, caller, self._trips[use]),
-                    _AS_IT_WAS,
-                )
-                return
-            origins = [(i,) for i in range(len(body.eqns))]
+            origins = _aligned(body, _compat.open_jaxpr(use.jaxpr))
+        if origins is None:
+            step = _Step(use, -1, None, place, caller, self._trips[use])
+            self._unknown(jaxpr, step, _AS_IT_WAS)
+            return
         rows = [
             (part, origin, step)
             for eqn, origin in zip(body.eqns, origins, strict=True)
@@ -247,12 +244,22 @@ def _opened(eqn: Any, original: Any) -> Sequence[Any]:
     return [eqn, *_compat.open_jaxpr(held).eqns]
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two jaxprs have the same equations; without half they are one object."""
-    if one is other:
-        return True
-    names = [[e.primitive.name for e in body.eqns] for body in (one, other)]
-    return names[0] == names[1]
+def _aligned(body: Any, original: Any) -> list[Origin] | None:
+    """Returns of each equation the one that it was in a jaxpr that nothing rewrote.
+
+    Passes may have edited it: what they put in belongs to what stands before it. None
+    if equations have changed in another way.
+    """
+    left = enumerate(original.eqns)
+    origins: list[Origin] = []
+    index = 0
+    for eqn in body.eqns:
+        if body is original or _pass_of(eqn) is None:
+            index = next((i for i, e in left if e.primitive is eqn.primitive), -1)
+            if index < 0:
+                return None
+        origins.append((index,))
+    return origins
 
 
 _AS_IT_WAS = Verdict(UNKNOWN, "as it was")

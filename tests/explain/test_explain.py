@@ -613,6 +613,21 @@ def test_unmatched_equations_have_rows_without_reasons():
     }
 
 
+def test_a_body_that_passes_alone_have_edited_has_reasons():
+    def step(w, v, x, index):
+        picked = jax.jit(lambda s: jnp.take_along_axis(s, index, 1))
+        return jax.grad(lambda w: jnp.mean((picked(x @ w) @ v) ** 2))(w)
+
+    i = jnp.zeros((4, 8), int)
+    w, x = normal(8, 8), normal(4, 8)
+    report = explain(step, "mixed_bfloat16")(w, w, x, i)
+    assert report.passes["live_ranges"]
+    assert all(r.category != "unknown" for r in report.equations)
+    added = row(report, "scatter-add")
+    assert (added.category, added.phase) == ("deny", "backward")
+    assert "a sum: its terms are kept" in added.reason
+
+
 def test_a_body_that_is_used_very_often_has_its_rows_once():
     def double(fun):
         @jax.jit
