@@ -373,6 +373,25 @@ def survival(ws, x):
     return a @ ws[4], (1 - jnp.cumprod(a, -1)) @ ws[5]
 
 
+def compound_by_squares(ws, x):
+    a = 1 + 0.01 * jnp.tanh(network(ws, x))
+    power = a
+    for _ in range(7):
+        power = power * power
+    return a @ ws[4], power @ ws[5]
+
+
+def survival_of_all(ws, x):
+    a = 1 - 0.02 * jax.nn.sigmoid(network(ws, x))
+    return a @ ws[4], jnp.prod(a, -1, keepdims=True) * jnp.tanh(a @ ws[5])
+
+
+def turns(ws, x):
+    """Positions near 500, of which the part after the point counts."""
+    position = 3 * network(ws, x) + np.full(6, 500, "f4")
+    return (position % 1.0) @ ws[4]
+
+
 def relative_rewards(ws, x, rewards):
     """Rewards near 100, normalized in each group: no layer reads them."""
     log_p = jax.nn.log_softmax(network(ws, x)).reshape(4, 8, 6)
@@ -434,6 +453,9 @@ CASES = [
     Case("10_excess", excess, network_args, ()),
     Case("10_compound", compound, network_args, ()),
     Case("10_survival", survival, network_args, ()),
+    Case("10_compound_by_squares", compound_by_squares, network_args, ()),
+    Case("10_survival_of_all", survival_of_all, network_args, ()),
+    Case("10_turns", turns, network_args, ()),
     Case(
         "10_relative_rewards",
         relative_rewards,

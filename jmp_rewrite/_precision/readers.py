@@ -69,12 +69,12 @@ def read_sharply(
       nonlinearities: sharp nodes that are those of layers.
     """
     found: dict[int, int] = {}
+    powers = _high_powers(graph)
     for node in graph.nodes:
         if node.index in nonlinearities:
             continue
-        if _is_sharp(node) or (
-            node.index in out_of_range and node.name in ("div", "mul")
-        ):
+        is_scaled = node.index in out_of_range and node.name in ("div", "mul")
+        if _is_sharp(node) or node.index in powers or is_scaled:
             read = leads_to_product(
                 [node.index],
                 graph.predecessors(),
@@ -94,12 +94,31 @@ def _products_before(graph: Graph, nodes: list[int], products: set[int]) -> set[
 def _is_sharp(node: Node) -> bool:
     if node.name == "convert_element_type" and node.inputs:
         return np.dtype(node.eqn.params["new_dtype"]).kind in "iu"
-    if node.name == "integer_pow":
-        return bool(abs(node.eqn.params["y"]) > _POWER)
     if node.name == "pow" and 0 not in node.literals:  # of a number it is an `exp`
         power = node.literals.get(1)
         return power is None or bool(np.any(abs(power) > _POWER))
     return node.name in SHARP
+
+
+def _high_powers(graph: Graph) -> set[int]:
+    """Returns the nodes that are a high power of another one, however it is taken."""
+    of: dict[int, tuple[Hashable, int]] = {}  # node -> what it is a power of, and which
+    for node in graph.nodes:
+        if node.name == "integer_pow":
+            power = abs(node.eqn.params["y"])
+        elif node.name in ("mul", "square") and not node.literals:
+            power = 2 if node.name == "square" else 1
+        else:
+            continue
+        factors = [of.get(v.node, (_key(v), 1)) for v in node.inputs]
+        bases = {base for base, _ in factors}
+        if len(bases) == 1:
+            of[node.index] = bases.pop(), power * sum(n for _, n in factors)
+    return {index for index, (_, power) in of.items() if power > _POWER}
+
+
+def _key(value: Value) -> Hashable:
+    return value.node, value.result, value.argument
 
 
 def differences(
