@@ -240,7 +240,7 @@ class Builder:
         self, eqn: Any, env: dict[Any, Value], place: Place, trips: int
     ) -> tuple[Any, list[Value | None]]:
         """Adds the node (or the lanes) of an equation that holds no jaxpr."""
-        name = eqn.primitive.name
+        name = _name(eqn)
         operands = [_read(env, v) for v in eqn.invars]
         of_bits = self._follow_bits(eqn, operands)
         if name in LANES:
@@ -335,6 +335,19 @@ class Builder:
         index = len(self.nodes)
         self.nodes.append(Node(index, name, eqn, place, inputs, avals, literals, trips))
         return index
+
+
+def _name(eqn: Any) -> str:
+    """Returns the name of what an equation does: a sum of one term is a view.
+
+    The transpose of `x[None]` is such a sum.
+    """
+    name: str = eqn.primitive.name
+    if name == "reduce_sum":
+        shape = eqn.invars[0].aval.shape
+        if all(shape[axis] == 1 for axis in eqn.params["axes"]):
+            return "squeeze"
+    return name
 
 
 def _asks_sign(eqn: Any, rectified: dict[Any, Any]) -> tuple[Any, Any] | None:

@@ -104,8 +104,8 @@ class Node:
 
     Attributes:
       index: its place in program order.
-      name: the primitive's name; "carry_in", "carry_out", "stack_out" or "join" for
-        what holds loops and branches together.
+      name: the primitive's name, but a view's for a sum of one term; "carry_in",
+        "carry_out", "stack_out" or "join" for what holds loops and branches together.
       eqn: the equation, or None.
       place: where it stands.
       inputs: its float32 operands; literals are left out.

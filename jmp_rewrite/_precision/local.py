@@ -83,8 +83,9 @@ class Local:
         primitive = node.eqn.primitive
         if primitive in self._rules:
             return self._rules[primitive], True
-        if node.name in self._rules:
-            return self._rules[node.name], True
+        name = node.name if node.name in KERNEL_EDGES else primitive.name
+        if name in self._rules:
+            return self._rules[name], True
         return self._default(node), False
 
     def _default(self, node: Node) -> Category | None:

@@ -544,6 +544,33 @@ def test_gradients_of_ones(policy, decorate):
     assert float(shared[0, 0]) == 4096
 
 
+def test_a_sum_of_one_term_is_a_view():
+    """The transpose of `x[None]` adds nothing up: its cotangent stays half."""
+
+    def layer(x, kernel):
+        return lax.conv(lax.max(x, 0.0)[None], kernel, (1, 1), "SAME")[0]
+
+    def gradient(kernels, x):
+        def loss(kernels):
+            h = x
+            for kernel in kernels:
+                h = h + jax.vmap(layer, (0, None))(h, kernel)
+            return jnp.mean(h**2)
+
+        return jax.grad(loss)(kernels)
+
+    args = [jnp.ones((8, 8, 3, 3))] * 3, jnp.ones((4, 8, 16, 16))
+
+    half = trace(mixed_precision(gradient, "mixed_bfloat16"), *args)
+    sums = [e for e in eqns(half, "reduce_sum") if e.outvars[0].aval.shape]
+    assert list(map(dtypes_out, sums)) == [["bfloat16"]] * 2
+    # A user's rule holds for what the primitive is called.
+    ruled = Policy("mixed_bfloat16", rules={"reduce_sum": "deny"})
+    full = trace(mixed_precision(gradient, ruled), *args)
+    sums = [e for e in eqns(full, "reduce_sum") if e.outvars[0].aval.shape]
+    assert list(map(dtypes_out, sums)) == [["float32"]] * 2
+
+
 def test_user_cannot_break_accumulation():
     """A sum that a rule makes half still adds up in float32, and rounds once."""
     w = jnp.ones((1, 4), jnp.float32)
