@@ -164,11 +164,11 @@ class Emitter:
             eqn, env = _of_partial(eqn, instance.partial[index], env)
         if entry is None or label is Label.FLOAT32:
             return self._as_it_was(eqn, env)
+        if label is Label.ROUNDED:
+            return self._wide(eqn, entry, env)
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
         if is_product and "preferred_element_type" in eqn.params:
             return self._product(eqn, label, env)
-        if label is Label.ROUNDED:
-            return self._wide(eqn, entry, env)
         literals = self.plan.graph.nodes[entry].literals
         return self._native(eqn, env, literals)
 
@@ -212,6 +212,8 @@ class Emitter:
             return [Cell(x if x.dtype == dtype else _compat.convert(x, dtype))]
         if eqn.primitive.name == "scatter-add":
             outs = _compat.scatter_into_zeros(eqn, values)
+        elif eqn.primitive.name == "reduce_sum":  # of one term
+            outs = [jax.lax.squeeze(values[0], eqn.params["axes"])]
         else:
             outs = _compat.bind(eqn, values, eqn.params)
         return [Cell(x) for x in outs]

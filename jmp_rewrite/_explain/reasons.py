@@ -65,10 +65,13 @@ class Verdicts:
         category = self._plan.pins.categories[index]
         name = UNKNOWN if category is None else category.value
         label = self._plan.labels[index]
-        if category is not Category.ALLOW and label is Label.ROUNDED:
+        if label is Label.ROUNDED:
+            why = _rounded(self._graph.nodes[index])
             if index in self._plan.pins.lookups:
-                return Verdict(name, f"full: {_LOOKUP}")
-            return Verdict(name, f"full: {_rounded(self._graph.nodes[index])}")
+                why = _LOOKUP
+            elif category is Category.ALLOW:
+                why = f"{self._why_full(index)}; {why}"
+            return Verdict(name, f"full: {why}")
         if label is not Label.FLOAT32:
             return Verdict(name, f"half: {self._why_half(index)}")
         if self._graph.nodes[index].place.rewritten:

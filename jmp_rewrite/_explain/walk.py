@@ -141,7 +141,9 @@ class _Walk:
         }
 
     def _continues(self, eqn: Any, original: Any) -> bool:
-        if eqn.primitive is not original.primitive or _pass_of(eqn) is not None:
+        names = original.primitive.name, eqn.primitive.name
+        is_view = names == ("reduce_sum", "squeeze")  # a sum of one term
+        if names[0] != names[1] and not is_view or _pass_of(eqn) is not None:
             return False
         if eqn.primitive.name != "convert_element_type" or self._plan is None:
             return True

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Value
+from jmp_rewrite._graph import Graph, Node, Value
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.local import is_scalar
 from jmp_rewrite._precision.pins import Pins
-from jmp_rewrite._rules import Category, table
+from jmp_rewrite._precision.products import explicit_precision, request
+from jmp_rewrite._rules import PRODUCTS, Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
 
@@ -98,6 +99,7 @@ def rounds_after(graph: Graph, pins: Pins, policy: Policy) -> frozenset[int]:
     itself. In float16 it is only what a product reads, because that is rounded anyway.
     """
     downstream = {n for n, source in enumerate(pins.upstream) if source >= 0}
+    downstream |= {n.index for n in graph.nodes if _is_resampled(n, pins)}
     if policy.compute_dtype != np.float16:
         return frozenset(
             downstream
@@ -119,6 +121,18 @@ def rounds_after(graph: Graph, pins: Pins, policy: Policy) -> frozenset[int]:
             if product or (reader in read and pins.categories[reader] is CLEAR):
                 read.add(node.index)
     return frozenset(downstream & read)
+
+
+def _is_resampled(node: Node, pins: Pins) -> bool:
+    """Whether a node averages one value with numbers, at the precision asked for.
+
+    `jax.image.resize` does, at the highest one, with what it computes from positions.
+    The result is an activation if what is averaged is one.
+    """
+    if node.name not in PRODUCTS or not explicit_precision(node.eqn):
+        return False
+    numbers = [v for v in node.inputs if not v.made_of_data and v.node >= 0]
+    return len(numbers) == 1 and pins.full[node.index] == request(node)
 
 
 def lossy(graph: Graph, dtype: Any) -> frozenset[int]:

@@ -28,7 +28,7 @@ def request(node: Node) -> str | None:
     """Returns why a multiplication by itself stays float32; None if it need not."""
     if node.name not in PRODUCTS:
         return None
-    if asked := _explicit_precision(node.eqn):
+    if asked := explicit_precision(node.eqn):
         return f"full: precision {asked} was asked for"
     if not node.avals[0].shape:
         return "full: a product with a 0-d result reuses nothing"
@@ -57,7 +57,7 @@ def _terms(eqn: Any) -> int:
     return math.prod(sizes) if all(isinstance(d, int) for d in sizes) else -1
 
 
-def _explicit_precision(eqn: Any) -> str:
+def explicit_precision(eqn: Any) -> str:
     """Returns the precision that a product asks for, or ""."""
     asked = eqn.params.get("precision")
     for part in asked if isinstance(asked, tuple) else (asked,):

@@ -561,14 +561,19 @@ def test_a_sum_of_one_term_is_a_view():
 
     args = [jnp.ones((8, 8, 3, 3))] * 3, jnp.ones((4, 8, 16, 16))
 
+    def views(jaxpr):
+        found = eqns(jaxpr, "reduce_sum", "squeeze")
+        back = [e for e in found if "transpose" in str(e.source_info.name_stack)]
+        return [e for e in back if e.invars[0].aval.ndim == 5]
+
     half = trace(mixed_precision(gradient, "mixed_bfloat16"), *args)
-    sums = [e for e in eqns(half, "reduce_sum") if e.outvars[0].aval.shape]
-    assert list(map(dtypes_out, sums)) == [["bfloat16"]] * 2
+    assert [e.primitive.name for e in views(half)] == ["squeeze"] * 2
+    assert list(map(dtypes_out, views(half))) == [["bfloat16"]] * 2
     # A user's rule holds for what the primitive is called.
     ruled = Policy("mixed_bfloat16", rules={"reduce_sum": "deny"})
     full = trace(mixed_precision(gradient, ruled), *args)
-    sums = [e for e in eqns(full, "reduce_sum") if e.outvars[0].aval.shape]
-    assert list(map(dtypes_out, sums)) == [["float32"]] * 2
+    assert [e.primitive.name for e in views(full)] == ["reduce_sum"] * 2
+    assert list(map(dtypes_out, views(full))) == [["float32"]] * 2
 
 
 def test_user_cannot_break_accumulation():
@@ -764,6 +769,30 @@ def test_explicit_precision(precision):
         return jnp.tanh(jnp.dot(x, w, precision=precision)) @ w
 
     assert halves("mixed_float16", f, x) == (1, 2)
+
+
+def test_a_resized_activation_is_one():
+    """`jax.image.resize` asks for the highest precision, and its result goes on."""
+    k, x = normal(3, 3, 8, 8), normal(2, 8, 8, 8)
+
+    def net(x, k):
+        dims = ("NHWC", "HWIO", "NHWC")
+        h = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=dims)
+        h = jax.image.resize(h, (2, 16, 16, 8), "bilinear")
+        return lax.conv_general_dilated(h, k, (1, 1), "SAME", dimension_numbers=dims)
+
+    def gradient(x, k):
+        return jax.grad(lambda k: jnp.mean(net(x, k) ** 2))(k)
+
+    half = trace(mixed_precision(gradient, "mixed_bfloat16"), x, k)
+    averages = eqns(half, "dot_general")
+    assert len(averages) == 4
+    for eqn in averages:
+        assert dtypes_in(eqn) == ["float32"] * 2 and dtypes_out(eqn) == ["float32"]
+    report = explain(gradient, "mixed_bfloat16")(x, k)
+    reasons = [r.reason for r in report.equations if r.primitive == "dot_general"]
+    why = "full: precision HIGHEST was asked for; only its result is rounded"
+    assert all(reason.startswith(why) for reason in reasons)
 
 
 def test_explicit_cast_up():
