@@ -392,6 +392,54 @@ def turns(ws, x):
     return (position % 1.0) @ ws[4]
 
 
+def leaky(ws, x):
+    """A linear recurrence whose states last for a hundred steps."""
+    decay = jax.nn.sigmoid(x @ ws[0] + 5)
+
+    def step(state, now):
+        decay, drive = now
+        state = decay * state + drive
+        return state, state
+
+    start = jnp.zeros(decay.shape[1:])
+    return lax.scan(step, start, (decay, x @ ws[1]))[1] @ ws[2]
+
+
+def leaky_in_parallel(ws, x):
+    decay = jax.nn.sigmoid(x @ ws[0] + 5)
+
+    def combine(one, other):
+        return one[0] * other[0], other[0] * one[1] + other[1]
+
+    return lax.associative_scan(combine, (decay, x @ ws[1]))[1] @ ws[2]
+
+
+def recurrence_args(rng):
+    ws = normal(rng, 8, 16, scale=0.2), normal(rng, 8, 16, scale=0.3)
+    return (*ws, normal(rng, 16, 8, scale=0.3)), normal(rng, 128, 2, 8)
+
+
+def trained(fun):
+    """Returns the gradient of a function, which is decorated with it."""
+
+    def of(ws, x):
+        return jax.grad(scalar(fun))(ws, x)
+
+    return of
+
+
+def scaled_to_range(ws, x, there):
+    """Between the smallest and the largest of a batch, near 300."""
+    y = x @ ws[0] + there
+    low, high = y.min(0), y.max(0)
+    return ((y - low) / (high - low)) @ ws[2]
+
+
+def shifted_back(ws, x, there, back):
+    """A folded normalization: another array takes off the offset that one added."""
+    return ((x @ ws[0] + there) + back) @ ws[2]
+
+
 def relative_rewards(ws, x, rewards):
     """Rewards near 100, normalized in each group: no layer reads them."""
     log_p = jax.nn.log_softmax(network(ws, x)).reshape(4, 8, 6)
@@ -455,6 +503,29 @@ CASES = [
     Case("10_survival", survival, network_args, ()),
     Case("10_compound_by_squares", compound_by_squares, network_args, ()),
     Case("10_survival_of_all", survival_of_all, network_args, ()),
+    # Decorated before they are differentiated, these are twice as far off as by hand.
+    Case("10_leaky", leaky, recurrence_args, ()),
+    Case("10_leaky_trained", trained(leaky), recurrence_args, ()),
+    Case("10_leaky_in_parallel", leaky_in_parallel, recurrence_args, ()),
+    Case(
+        "10_leaky_in_parallel_trained", trained(leaky_in_parallel), recurrence_args, ()
+    ),
+    Case(
+        "10_scaled_to_range",
+        scaled_to_range,
+        lambda r: (*network_args(r), normal(r, 32, mean=300)),
+        (),
+    ),
+    Case(
+        "10_shifted_back",
+        shifted_back,
+        lambda r: (
+            *network_args(r),
+            normal(r, 32, mean=300),
+            normal(r, 32, mean=-300),
+        ),
+        (),
+    ),
     Case("10_turns", turns, network_args, ()),
     Case(
         "10_relative_rewards",

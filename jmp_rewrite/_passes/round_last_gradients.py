@@ -11,7 +11,7 @@ from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import FLOAT32, feeding, is_float32, is_half_product
-from jmp_rewrite._rules import PRODUCTS
+from jmp_rewrite._rules import DECOMPOSITIONS, PRODUCTS
 
 
 def round_last_gradients(editor: Editor) -> None:
@@ -20,7 +20,8 @@ def round_last_gradients(editor: Editor) -> None:
     A weight gradient is then written, and read by the optimizer, in half as many bytes,
     as it is by hand. What a solver's backward pass computes again of its forward pass,
     and the cotangents of its states, lead to the next step's multiplications: rounded,
-    a neural ODE's gradients were off by 10.6 epsilons in place of 0.8. If the result is
+    a neural ODE's gradients were off by 10.6 epsilons in place of 0.8. A decomposition
+    (a preconditioner's) multiplies an error, so what it reads is none. If the result is
     transposed where it is read, the operands change places, or it is transposed before
     it is widened: XLA:GPU folds no transpose into a product behind a cast.
 
@@ -33,7 +34,9 @@ def round_last_gradients(editor: Editor) -> None:
         return
     products = list(editor.find(*PRODUCTS))
     half = [(b, e) for b, _, e in products if is_half_product(e, editor.half)]
-    leads = feeding((b, v) for b, e in half for v in e.invars[:2])
+    read = [(b, v) for b, e in half for v in e.invars[:2]]
+    read += [(b, v) for b, _, e in editor.find(*DECOMPOSITIONS) for v in e.invars]
+    leads = feeding(read)
     for body, index, eqn in products:
         (out,) = eqn.outvars
         is_last = is_half_product(eqn, editor.half) and (body, out) not in leads

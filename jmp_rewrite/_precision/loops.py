@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jmp_rewrite._graph import Graph, Loop, Node, Value, reached
-from jmp_rewrite._precision.origins import leads_to_product, made_by_products
+from jmp_rewrite._precision.origins import (
+    MOVES,
+    leads_to_product,
+    made_by_products,
+    up_to_exponents,
+)
 from jmp_rewrite._rules import Category
 
 
@@ -58,6 +63,67 @@ def recurrent_activations(
     if not inside:
         return inside
     return inside & made_by_products(categories, consumers)
+
+
+# Linear in what they read, if it is one value or none of the others depends on it.
+_LINEAR = (MOVES - {"carry_in", "join"}) | {
+    "add",
+    "add_any",
+    "broadcast_in_dim",
+    "mul",
+    "neg",
+    "select_n",
+    "sub",
+}
+
+
+def decays(graph: Graph, products: set[int], made: set[int]) -> dict[int, int]:
+    """Returns the factors of what loops carry, and the node that multiplies by them.
+
+    That is a running product: what rounds a factor near one changes how long a state
+    lasts, by as much again in each iteration. So is what they are made of, back to the
+    matrix multiplications, or to the exponent of the rate. A gate that is computed from
+    what is carried is none of these: nothing is known of its product. A backward pass
+    multiplies by the same ones.
+
+    Args:
+      graph: the program.
+      products: the matrix multiplications of half operands.
+      made: the nodes that have one upstream.
+    """
+    found: dict[int, int] = {}
+    consumers = graph.consumers()
+    before = up_to_exponents(graph) if graph.loops else []
+    for loop in graph.loops:
+        if loop.place.backward and not loop.place.recomputed:
+            continue
+        within = loop.nodes.__contains__
+        depends = reached([r for r, _ in loop.carries], consumers, within)
+        for received, handed_on in loop.carries:
+            linear = reached([received], consumers, _is_linear(graph, depends, within))
+            on_the_way = linear & reached([handed_on], graph.predecessors(), within)
+            for index in on_the_way:
+                node = graph.nodes[index]
+                factors = {v.node for v in node.inputs} - depends
+                if node.name == "mul" and factors and factors <= made:
+                    factors |= leads_to_product(factors, before, products.__contains__)
+                    found.update(dict.fromkeys(factors - products, index))
+    return found
+
+
+def _is_linear(
+    graph: Graph, depends: set[int], within: Callable[[int], bool]
+) -> Callable[[int], bool]:
+    """Returns whether a node is linear in the one operand of it that depends."""
+
+    def is_linear(index: int) -> bool:
+        node = graph.nodes[index]
+        ours = sum(v.node in depends for v in node.inputs)
+        return (
+            within(index) and node.name in _LINEAR and (node.name != "mul" or ours < 2)
+        )
+
+    return is_linear
 
 
 def cotangents_into_loops(

@@ -77,6 +77,19 @@ def leads_to_product(
     return found
 
 
+def up_to_exponents(graph: Graph) -> list[list[int]]:
+    """Returns for each node those that it reads, but for what is an exponent.
+
+    Of a rate, the relative error of an exponent is that of the rate alone, in however
+    many factors it stands.
+    """
+    reads = graph.predecessors()
+    return [
+        [] if node.name in ("exp", "exp2") else read
+        for node, read in zip(graph.nodes, reads, strict=True)
+    ]
+
+
 def is_backward(node: Node) -> bool:
     """Whether a node is of a backward pass, and not recomputed in one."""
     return node.place.backward and not node.place.recomputed

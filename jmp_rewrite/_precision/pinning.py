@@ -29,6 +29,7 @@ from jmp_rewrite._precision.origins import leads_to_product, statistics
 from jmp_rewrite._precision.phases import nonlinearities
 from jmp_rewrite._precision.pins import (
     ADDED,
+    DECAY,
     DIFFERENCE,
     EXACT,
     NO_PRODUCT,
@@ -122,6 +123,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         products = pins.products()
     small = statistics(graph, pins.categories)
     _pin_read_unrounded(graph, pins, products, made, small)
+    decays = loops.decays(graph, products, made)
+    _pin_all(pins, dict.fromkeys(decays, DECAY), decays)
     added = sums_with_exact(graph, products, made, state)
     _pin_all(pins, dict.fromkeys(added, ADDED))
     ends = state | {n.index for n in graph.nodes if _is_number(n)}
@@ -172,11 +175,8 @@ def _pin_read_unrounded(
     """Pins what is read by code that multiplies an error."""
     layered = nonlinearities(graph, products, made)
     sharp = read_sharply(graph, products, pins.out_of_range, layered)
-    held = {
-        n: r
-        for n, r in differences(graph, products, made, small).items()
-        if n not in sharp
-    }
+    found = differences(graph, products, made, small, pins.whole_step)
+    held = {n: r for n, r in found.items() if n not in sharp}
     blame = {**sharp, **held}
     logs = {n: r for n, r in held.items() if graph.nodes[r].name == "log"}
     reasons: dict[int, str] = dict.fromkeys(held, DIFFERENCE)

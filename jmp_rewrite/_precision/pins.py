@@ -23,6 +23,7 @@ ADDED = "full: an exact array is added, and would be rounded with it"
 DIFFERENCE = "full: read unrounded by a difference of float32 values"
 SUMMED = "full: a gradient is a sum of it and others, which may cancel"
 STATISTIC = "full: a statistic: it is small, and much is computed from it"
+DECAY = "full: a loop multiplies what it carries by it, in each iteration"
 SOLVER = "full: a solver: what it stops at depends on each of its values"
 
 

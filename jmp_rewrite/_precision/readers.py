@@ -21,6 +21,7 @@ from jmp_rewrite._precision.origins import (
     is_backward,
     is_zero,
     leads_to_product,
+    up_to_exponents,
 )
 from jmp_rewrite._rules import PRODUCTS, SHARP
 
@@ -43,6 +44,7 @@ _KEEPS_OFFSET = MOVES | {
 _SUMS = frozenset({"add", "add_any", "sub"})
 _TURNS = frozenset({"neg"})
 _VIEWS = MOVES | {"broadcast_in_dim"}
+_PARTS = _VIEWS | {"slice"}
 # What a loop hands on, to its next iteration or behind it, is one of these.
 _CARRIES = frozenset({"carry_in", "join"})
 # A value is the same but for a number behind these, if they read nothing else.
@@ -70,14 +72,16 @@ def read_sharply(
     """
     found: dict[int, int] = {}
     powers = _high_powers(graph)
+    before = up_to_exponents(graph) if powers else []
     for node in graph.nodes:
         if node.index in nonlinearities:
             continue
         is_scaled = node.index in out_of_range and node.name in ("div", "mul")
-        if _is_sharp(node) or node.index in powers or is_scaled:
+        is_power = node.index in powers
+        if _is_sharp(node) or is_power or is_scaled:
             read = leads_to_product(
                 [node.index],
-                graph.predecessors(),
+                before if is_power else graph.predecessors(),
                 lambda n: n in found or n in products,
             )
             direct = _products_before(graph, [node.index, *read], products)
@@ -101,7 +105,10 @@ def _is_sharp(node: Node) -> bool:
 
 
 def _high_powers(graph: Graph) -> set[int]:
-    """Returns the nodes that are a high power of another one, however it is taken."""
+    """Returns the nodes that are a high power of another one, however it is taken.
+
+    So is a product of many parts of one value, as `associative_scan` takes it.
+    """
     of: dict[int, tuple[Hashable, int]] = {}  # node -> what it is a power of, and which
     for node in graph.nodes:
         if node.name == "integer_pow":
@@ -110,7 +117,8 @@ def _high_powers(graph: Graph) -> set[int]:
             power = 2 if node.name == "square" else 1
         else:
             continue
-        factors = [of.get(v.node, (_key(v), 1)) for v in node.inputs]
+        sources = [source_of(v, graph, _PARTS) for v in node.inputs]
+        factors = [of.get(v.node, (_key(v), 1)) for v in sources]
         bases = {base for base, _ in factors}
         if len(bases) == 1:
             of[node.index] = bases.pop(), power * sum(n for _, n in factors)
@@ -122,7 +130,11 @@ def _key(value: Value) -> Hashable:
 
 
 def differences(
-    graph: Graph, products: set[int], made: set[int], small: set[int]
+    graph: Graph,
+    products: set[int],
+    made: set[int],
+    small: set[int],
+    whole_step: bool,
 ) -> dict[int, int]:
     """Returns the nodes that a difference reads unrounded, and that difference.
 
@@ -138,6 +150,8 @@ def differences(
       products: the matrix multiplications of half operands.
       made: the nodes that have a matrix multiplication upstream.
       small: statistics, which a normalization subtracts from what they are of.
+      whole_step: whether nobody differentiates the program. Else sums are computed in
+        half, and a second exact array may take off what the first one has added.
     """
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
     in_layers = _in_layers(graph, products)
@@ -163,6 +177,11 @@ def differences(
                 _follow_back(node, offset, graph, found)
             if len(node.inputs) == 2:
                 _follow_back(node, _on_the_way_to_shared(node, graph), graph, found)
+        elif node.name == "add" and not whole_step:
+            exact = [v for v in node.inputs if _is_exact(v, graph, made)]
+            known = any(v.made_of_data and v.aval.shape for v in exact)
+            if known and _cancels(node, offset, known):
+                _follow_back(node, offset, graph, found)
     return found
 
 
@@ -456,13 +475,38 @@ def _terms(value: Value, graph: Graph) -> dict[tuple[int, int], int]:
 
 
 def _normalizes(node: Node, graph: Graph, small: set[int]) -> bool:
-    """Whether a node takes a statistic off what it is of, or off another one."""
+    """Whether a node takes a statistic off what it is of, or off another one.
+
+    The largest or smallest of the values is one where an exponential follows, as in a
+    softmax; in a range it is one of two near values.
+    """
     views = _VIEWS | {"gather"}
     sources = {source_of(v, graph, views, small).node for v in node.inputs}
     statistics = sources & small
+    if any(graph.nodes[s].name in _EXTREMES for s in statistics):
+        if not _is_exponent(node, graph):
+            return False
     return bool(statistics) and all(
         _is_made_of(s, n, graph) for s in statistics for n in sources - small
     )
+
+
+_EXTREMES = frozenset({"reduce_max", "reduce_min"})
+
+
+def _is_exponent(node: Node, graph: Graph) -> bool:
+    """Whether a value, scaled or masked, is what an exponential is taken of."""
+    consumers = graph.consumers()
+    stack, seen = [node.index], {node.index}
+    while stack:
+        for reader in consumers[stack.pop()]:
+            name = graph.nodes[reader].name
+            if name in ("exp", "exp2"):
+                return True
+            if name in _SCALES | _VIEWS | {"select_n"} and reader not in seen:
+                seen.add(reader)
+                stack.append(reader)
+    return False
 
 
 def source_of(

@@ -585,6 +585,23 @@ def test_a_rounded_product_of_stacked_weights_is_transposed_in_half():
         assert relative_error(found - w, step(w, x) - w) < 8 * EPS["mixed_bfloat16"]
 
 
+def test_a_gradient_that_a_decomposition_reads_is_not_rounded():
+    """Solving with a preconditioner multiplies an error."""
+    w, x = jnp.asarray(normal(D, D)), jnp.asarray(normal(T, D))
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.square(jnp.tanh(x @ w) @ x.T).mean())(w)
+
+    def solved(w, x):
+        return w - jnp.linalg.solve(jnp.eye(D), gradient(w, x))
+
+    def rounds(fun):
+        half = mixed_precision(fun, "mixed_bfloat16")
+        return bool(choices(jax.make_jaxpr(half)(w, x), "round_last_gradients"))
+
+    assert rounds(lambda w, x: w - gradient(w, x)) and not rounds(solved)
+
+
 def test_a_rounded_product_is_mapped_and_differentiated():
     step, params, x = step_of(jax.nn.relu, biased=False)
     half = jax.jit(mixed_precision(step, "mixed_bfloat16"))
