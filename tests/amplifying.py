@@ -435,11 +435,6 @@ def scaled_to_range(ws, x, there):
     return ((y - low) / (high - low)) @ ws[2]
 
 
-def shifted_back(ws, x, there, back):
-    """A folded normalization: another array takes off the offset that one added."""
-    return ((x @ ws[0] + there) + back) @ ws[2]
-
-
 def relative_rewards(ws, x, rewards):
     """Rewards near 100, normalized in each group: no layer reads them."""
     log_p = jax.nn.log_softmax(network(ws, x)).reshape(4, 8, 6)
@@ -514,16 +509,6 @@ CASES = [
         "10_scaled_to_range",
         scaled_to_range,
         lambda r: (*network_args(r), normal(r, 32, mean=300)),
-        (),
-    ),
-    Case(
-        "10_shifted_back",
-        shifted_back,
-        lambda r: (
-            *network_args(r),
-            normal(r, 32, mean=300),
-            normal(r, 32, mean=-300),
-        ),
         (),
     ),
     Case("10_turns", turns, network_args, ()),

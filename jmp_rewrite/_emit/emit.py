@@ -212,7 +212,7 @@ class Emitter:
             return [Cell(x if x.dtype == dtype else _compat.convert(x, dtype))]
         if eqn.primitive.name == "scatter-add":
             outs = _compat.scatter_into_zeros(eqn, values)
-        elif eqn.primitive.name == "reduce_sum":  # of one term
+        elif eqn.primitive.name == "reduce_sum" and _is_view(eqn):
             outs = [jax.lax.squeeze(values[0], eqn.params["axes"])]
         else:
             outs = _compat.bind(eqn, values, eqn.params)
@@ -357,6 +357,11 @@ class Emitter:
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:
     return Cell(atom.val) if hasattr(atom, "val") else env[atom]
+
+
+def _is_view(eqn: Any) -> bool:
+    """Whether a sum is of one term, which may be half where no sum may."""
+    return bool(eqn.invars[0].aval.size == eqn.outvars[0].aval.size)
 
 
 def _of_partial(

@@ -338,16 +338,26 @@ class Builder:
 
 
 def _name(eqn: Any) -> str:
-    """Returns the name of what an equation does: a sum of one term is a view.
+    """Returns the name of what an equation does, that of a view for what is one.
 
-    The transpose of `x[None]` is such a sum.
+    The transpose of `x[None]` is a sum of one term, and that of `x[0]` a broadcast that
+    repeats nothing.
     """
     name: str = eqn.primitive.name
     if name == "reduce_sum":
         shape = eqn.invars[0].aval.shape
         if all(shape[axis] == 1 for axis in eqn.params["axes"]):
             return "squeeze"
+    elif name == "broadcast_in_dim":
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        if before and len(eqn.invars) == 1 and _is_one(before, after):
+            return "reshape"
     return name
+
+
+def _is_one(before: Any, after: Any) -> bool:
+    """Whether two shapes are one but for dimensions of size one."""
+    return [d for d in before if d != 1] == [d for d in after if d != 1]
 
 
 def _asks_sign(eqn: Any, rectified: dict[Any, Any]) -> tuple[Any, Any] | None:

@@ -130,11 +130,7 @@ def _key(value: Value) -> Hashable:
 
 
 def differences(
-    graph: Graph,
-    products: set[int],
-    made: set[int],
-    small: set[int],
-    whole_step: bool,
+    graph: Graph, products: set[int], made: set[int], small: set[int]
 ) -> dict[int, int]:
     """Returns the nodes that a difference reads unrounded, and that difference.
 
@@ -150,8 +146,6 @@ def differences(
       products: the matrix multiplications of half operands.
       made: the nodes that have a matrix multiplication upstream.
       small: statistics, which a normalization subtracts from what they are of.
-      whole_step: whether nobody differentiates the program. Else sums are computed in
-        half, and a second exact array may take off what the first one has added.
     """
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
     in_layers = _in_layers(graph, products)
@@ -177,11 +171,6 @@ def differences(
                 _follow_back(node, offset, graph, found)
             if len(node.inputs) == 2:
                 _follow_back(node, _on_the_way_to_shared(node, graph), graph, found)
-        elif node.name == "add" and not whole_step:
-            exact = [v for v in node.inputs if _is_exact(v, graph, made)]
-            known = any(v.made_of_data and v.aval.shape for v in exact)
-            if known and _cancels(node, offset, known):
-                _follow_back(node, offset, graph, found)
     return found
 
 
