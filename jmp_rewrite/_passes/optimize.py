@@ -31,6 +31,7 @@ from jmp_rewrite._passes.sharded_casts import sharded_casts
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
 from jmp_rewrite._passes.softmax_rounded import softmax_rounded
+from jmp_rewrite._passes.softplus_derivative import softplus_derivative
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
 from jmp_rewrite._passes.sum_of_scattered import sum_of_scattered
 from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
@@ -50,6 +51,13 @@ PASSES: tuple[Pass, ...] = (
         ("all",),
         "rounding",
         frozenset({"scan"}),
+    ),
+    Pass(
+        "softplus_derivative",
+        softplus_derivative,
+        ("all",),
+        "rounding",
+        frozenset({"log1p"}),
     ),
     Pass(
         "split_before_reshape",

@@ -26,7 +26,7 @@ from helpers import (
 )
 from programs import normal, weights
 
-from jmp_rewrite import diagnose, mixed_precision, use_passes
+from jmp_rewrite import diagnose, explain, mixed_precision, use_passes
 
 T, D, F = 16, 32, 48  # tokens, features, features of the hidden layer
 GPU, TPU_V5E, TPU_V6E = "cuda", "TPU v5 lite", "TPU v6 lite"
@@ -583,6 +583,18 @@ def test_a_rounded_product_of_stacked_weights_is_transposed_in_half():
         with use_passes(device=device):
             found = jax.jit(half)(w, x)
         assert relative_error(found - w, step(w, x) - w) < 8 * EPS["mixed_bfloat16"]
+
+
+@pytest.mark.parametrize("activation", [jax.nn.softplus, jax.nn.mish])
+def test_the_derivative_of_a_softplus_reads_its_argument(activation):
+    """Not the result, which is stored in half for the next layer alone."""
+    step, params, x = step_of(activation, biased=False)
+    half = mixed_precision(step, "mixed_bfloat16")
+    report = explain(step, "mixed_bfloat16")(params, x)
+    assert report.passes["softplus_derivative"] == 1
+    found, full = jax.jit(half)(params, x), step(params, x)
+    for w, a, b in zip(params, found, full, strict=True):
+        assert relative_error(a - w, b - w) < 8 * EPS["mixed_bfloat16"]
 
 
 def test_a_gradient_that_a_decomposition_reads_is_not_rounded():
