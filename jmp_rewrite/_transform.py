@@ -29,6 +29,7 @@ from jmp_rewrite._arguments import (
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._graph import REWRITTEN, Region, region
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
+from jmp_rewrite._precision import is_unscaled
 from jmp_rewrite._rewrite import decide, decide_traced, run, trace_call
 from jmp_rewrite._source import user_level
 from jmp_rewrite._spelling import DTypeLike, PolicyName
@@ -189,6 +190,9 @@ def _rewritten(
     traced = trace_call(fun, args, kwargs, policy)
     with _collector.held():
         plan = decide_traced(traced, policy)
+        is_half = policy.compute_dtype == np.float16 and policy.loss_scale is not None
+        if is_half and plan.rewrites and is_unscaled(plan.graph):
+            _log_unscaled(name_of(fun))
         with jax.named_scope(REWRITTEN):
             consts = _compat.constants(traced.closed)
             results = run(plan, consts, traced.arrays)
@@ -204,6 +208,17 @@ def _log_auto() -> None:
         "%s: nothing runs in half precision. Name a policy, such as "
         "mixed_precision('mixed_bfloat16'), to run it all the same.",
         why_auto_is_float32(),
+    )
+
+
+@functools.lru_cache
+def _log_unscaled(name: str) -> None:
+    """Logs, once, that gradients in float16 are not scaled."""
+    _LOGGER.warning(
+        "%s: gradients in float16 without a loss scale: what is below 6e-8 is zero. "
+        "Return scale_loss(loss, opt_state) from the loss and wrap the optimizer in "
+        "loss_scaling(...), or use mixed_bfloat16, which needs none.",
+        name,
     )
 
 

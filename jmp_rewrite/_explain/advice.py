@@ -11,7 +11,6 @@ from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._explain import residuals
 from jmp_rewrite._explain.reasons import INTERNAL, NONE
 from jmp_rewrite._explain.rows import Equation
-from jmp_rewrite._loss_scaling import SCALED
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._units import bytes_text, count_text, flops_text
 
@@ -41,7 +40,7 @@ class Facts(NamedTuple):
       policy: that was explained.
       rows: of the rewritten program.
       folded: layer -> its name, repeated layers named alike.
-      has_backward: whether the program holds a backward pass.
+      is_unscaled: whether it holds a backward pass, and certainly no loss scale.
       left_alone: what is not rewritten, as a sentence each.
       unused_rules: keys of the policy's rules that are in no equation.
       unused_scopes: patterns of the policy that matched nothing.
@@ -52,7 +51,7 @@ class Facts(NamedTuple):
     policy: Policy
     rows: Sequence[Equation]
     folded: dict[str, str]
-    has_backward: bool
+    is_unscaled: bool
     left_alone: Sequence[str]
     unused_rules: Sequence[str]
     unused_scopes: Sequence[str]
@@ -87,11 +86,8 @@ def advice(facts: Facts) -> list[str]:
 
 
 def _loss_scale(facts: Facts) -> Iterator[str]:
-    if facts.policy.compute_dtype.name != "float16" or not facts.has_backward:
-        return
-    if facts.policy.loss_scale is None:
-        return
-    if not any(SCALED in row.scope for row in facts.rows):
+    is_half = facts.policy.compute_dtype.name == "float16"
+    if is_half and facts.policy.loss_scale is not None and facts.is_unscaled:
         yield (
             "Scale the loss: gradients below 6e-8 are zero in float16. Return "
             "scale_loss(loss, opt_state) from the loss, and wrap the optimizer in "

@@ -27,7 +27,7 @@ from jmp_rewrite._explain.stored import stored
 from jmp_rewrite._explain.walk import Draft, walk
 from jmp_rewrite._graph import Graph, reached
 from jmp_rewrite._policy import Policy, PolicyLike
-from jmp_rewrite._precision import Plan, parameters, pinning
+from jmp_rewrite._precision import Plan, is_unscaled, parameters, pinning
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -342,7 +342,7 @@ class Report:
                 policy=decision.policy,
                 rows=self.equations,
                 folded=self.layers,
-                has_backward=self._backward.is_in(decision.closed),
+                is_unscaled=is_unscaled(decision.graph),
                 left_alone=[left.sentence for left in self.not_rewritten],
                 unused_rules=[r for r in rules if r not in used],
                 unused_scopes=decision.unused_scopes,

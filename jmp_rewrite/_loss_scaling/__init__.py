@@ -1,7 +1,6 @@
 """Loss scaling as an optax transformation."""
 
 from jmp_rewrite._loss_scaling.leaves import all_finite
-from jmp_rewrite._loss_scaling.lineage import SCALED
 from jmp_rewrite._loss_scaling.state import (
     LossScaleState,
     find_states,
@@ -12,7 +11,6 @@ from jmp_rewrite._loss_scaling.transformation import loss_scaling
 
 __all__ = [
     "LossScaleState",
-    "SCALED",
     "all_finite",
     "find_states",
     "loss_scale_state",

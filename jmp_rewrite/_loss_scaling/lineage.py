@@ -14,7 +14,7 @@ import numpy as np
 from jmp_rewrite import _compat
 from jmp_rewrite._rules import held_jaxprs
 
-# The name scope of the multiplication by the loss scale; reports find it as well.
+# The name scope of the multiplication by the loss scale.
 SCALED = "jmp_rewrite.scale_loss"
 
 

@@ -5,7 +5,7 @@ from jmp_rewrite._precision.cost import ENDS_KERNEL, FLOAT32_BYTES, HALF_BYTES, 
 from jmp_rewrite._precision.decide import Label, Plan
 from jmp_rewrite._precision.parameters import ParameterPath, key_names
 from jmp_rewrite._precision.pins import Pins
-from jmp_rewrite._precision.whole_step import is_whole_step
+from jmp_rewrite._precision.whole_step import is_unscaled, is_whole_step
 
 __all__ = [
     "ENDS_KERNEL",
@@ -17,6 +17,7 @@ __all__ = [
     "Pins",
     "Plan",
     "decide",
+    "is_unscaled",
     "is_whole_step",
     "key_names",
     "parameters",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 import numpy as np
 
 from jmp_rewrite import _rules
-from jmp_rewrite._graph import Graph, Node, Value, reached
+from jmp_rewrite._graph import Graph, Node, Value, is_backward, reached
 from jmp_rewrite._rules import DECOMPOSITIONS, Category
 
 # The elements of a result are elements of the operands, each used once.
@@ -88,11 +88,6 @@ def up_to_exponents(graph: Graph) -> list[list[int]]:
         [] if node.name in ("exp", "exp2") else read
         for node, read in zip(graph.nodes, reads, strict=True)
     ]
-
-
-def is_backward(node: Node) -> bool:
-    """Whether a node is of a backward pass, and not recomputed in one."""
-    return node.place.backward and not node.place.recomputed
 
 
 def is_zero(value: Value) -> bool:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from jmp_rewrite._graph import Graph, Node, elements, reached
 from jmp_rewrite._precision.origins import (
     is_backward,
@@ -29,7 +31,8 @@ def request(node: Node) -> str | None:
     if node.name not in PRODUCTS:
         return None
     if asked := explicit_precision(node.eqn):
-        return f"full: precision {asked} was asked for"
+        by = " by jax_default_matmul_precision" if _is_configured() else ""
+        return f"full: precision {asked} was asked for{by}"
     if not node.avals[0].shape:
         return "full: a product with a 0-d result reuses nothing"
     if not any(v.made_of_data for v in node.inputs):
@@ -65,6 +68,12 @@ def explicit_precision(eqn: Any) -> str:
         if name not in _NO_REQUEST:
             return name
     return ""
+
+
+def _is_configured() -> bool:
+    """Whether JAX's configuration asks for a precision of all products."""
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return asked is not None and str(asked).upper() not in _NO_REQUEST
 
 
 def exact_products(

@@ -4,8 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jmp_rewrite._graph import Graph, reached
+import numpy as np
+
+from jmp_rewrite._graph import Graph, is_backward, reached
 from jmp_rewrite._rules import Category
+
+# A loss scale that is written down is larger, and what derivatives multiply by smaller.
+_FACTOR = 64
+
+
+def is_unscaled(graph: Graph) -> bool:
+    """Whether a program holds a backward pass, and certainly no loss scale.
+
+    That is a 0-d value that the backward pass multiplies by, or a number. A temperature
+    looks alike, and counts as one.
+    """
+    backward = [node for node in graph.nodes if is_backward(node)]
+    for node in backward:
+        reads_number = any(not v.aval.shape and v.made_of_data for v in node.inputs)
+        if reads_number and node.name in ("broadcast_in_dim", "mul"):
+            return False
+        for number in node.literals.values():
+            factor = abs(1 / number) if node.name == "div" and number else abs(number)
+            if node.name in ("div", "mul") and np.any(factor >= _FACTOR):
+                return False
+    return bool(backward)
 
 
 def is_whole_step(graph: Graph) -> bool:

@@ -4,6 +4,8 @@
 each in the other tests, is one that must stay silent.
 """
 
+import functools
+import logging
 import warnings
 
 import jax
@@ -13,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jmp_rewrite import (
+    explain,
     loss_scale_state,
     loss_scaling,
     mixed_precision,
@@ -339,3 +342,31 @@ def test_unrolled_steps_are_judged_one_by_one():
 
     (warning,) = heard(step, PARAMS, SGD.init(PARAMS), BATCH)
     assert "grads_unscaled=True" in str(warning.message)
+
+
+# ---- neither `scale_loss` nor `loss_scaling`
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("scale", [None, 1024.0, jnp.float32(1024)], ids=repr)
+def test_a_float16_step_without_a_loss_scale_is_heard(policy, scale, caplog):
+    """Once, in the log; a scale by hand, written down or not, is one."""
+
+    def step(w, x, scale):
+        def loss(w):
+            found = jnp.square(jnp.tanh(x @ w) @ w).mean()
+            return found if scale is None else found * scale
+
+        return w - jax.grad(loss)(w)
+
+    step.__qualname__ = f"step_{policy}_{scale!r}"  # once for each name
+    w = x = jnp.ones((8, 8))
+    with caplog.at_level(logging.WARNING, "jmp_rewrite"):
+        for _ in range(2):
+            half = mixed_precision(functools.partial(step, scale=scale), policy)
+            jax.jit(lambda w, x, half=half: half(w, x))(w, x)
+    is_wrong = policy == "mixed_float16" and scale is None
+    heard = sum("without a loss scale" in r.getMessage() for r in caplog.records)
+    assert heard == is_wrong
+    report = explain(step, policy)(w, x, scale)
+    assert any("Scale the loss" in text for text in report.advice) == is_wrong

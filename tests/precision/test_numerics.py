@@ -771,6 +771,15 @@ def test_explicit_precision(precision):
     assert halves("mixed_float16", f, x) == (1, 2)
 
 
+def test_a_precision_of_the_configuration_is_named():
+    """Else the line of a product that asks for nothing would be blamed."""
+    x, w = normal(4, W), normal(W, W)
+    with jax.default_matmul_precision("highest"):
+        report = explain(lambda x: jnp.tanh(x @ w) @ w, "mixed_bfloat16")(x)
+    assert report.half_flops == 0
+    assert any("by jax_default_matmul_precision" in text for text in report.advice)
+
+
 def test_a_resized_activation_is_one():
     """`jax.image.resize` asks for the highest precision, and its result goes on."""
     k, x = normal(3, 3, 8, 8), normal(2, 8, 8, 8)
