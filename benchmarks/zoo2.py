@@ -8,8 +8,8 @@ would write on every layer by hand, float32 for the model that is decorated. The
 half is what the rules were made on: all but `dispatch`, `graph_network` and
 `diffusion_transformer` was written before any figure was seen. The second half was
 written after the rules stood. No rule was made on what is unseen, and none may be. Of
-what was written since, `codec` and `pixel_cnn` showed two rules that were missing, and of
-the last twelve `style_gan`, `continuous` and `ladder` showed four.
+what was written since, `codec` and `pixel_cnn` showed two rules that were missing, and
+of the last twelve `style_gan`, `continuous` and `ladder` showed four.
 """
 
 from __future__ import annotations
