@@ -183,7 +183,7 @@ def _pin_read_unrounded(
     for node, reader in (*sharp.items(), *logs.items()):
         reasons[node] = f"full: read unrounded by {graph.nodes[reader].name}"
     _pin_all(pins, {n: r for n, r in reasons.items() if n not in products}, blame)
-    pins.read_by = {n: r for n, r in reasons.items() if n in products}
+    pins.read_by = {n: reasons[n] for n in reasons.keys() & (products - pins.forced)}
     pins.blame |= {n: blame[n] for n in pins.read_by if pins.full[n] is None}
 
 

@@ -498,6 +498,23 @@ def test_values_under_allow(name):
     np.testing.assert_allclose(jax.jit(half)(X, W), f(X, W), rtol=0.02)
 
 
+def test_a_scope_rounds_what_a_rounding_to_integers_reads():
+    """Quantization-aware training is float32 where nobody asks for half."""
+
+    def f(x, w):
+        for _ in range(2):
+            h = named("quantized", lambda x=x: x @ w)
+            x = h + lax.stop_gradient(jnp.round(8 * h) / 8 - h)
+        return x @ w
+
+    def results(scopes):
+        jaxpr = trace(mixed_precision(f, Policy(BF16, scopes=scopes)), X, W)
+        return [str(e.outvars[0].aval.dtype) for e in products(jaxpr)]
+
+    assert results({}) == ["float32"] * 3
+    assert results({"quantized": "half"}) == ["bfloat16"] * 2 + ["float32"]
+
+
 def test_deny_applies_to_a_body_as_a_whole():
     def f(x, w):
         return lax.scan(lambda c, _: (c @ w, None), x @ w, None, length=2)[0]
