@@ -104,7 +104,7 @@ class Node:
 
     Attributes:
       index: its place in program order.
-      name: the primitive's name, but a view's for a sum of one term; "carry_in",
+      name: the primitive's name, or that of a view for what is one; "carry_in",
         "carry_out", "stack_out" or "join" for what holds loops and branches together.
       eqn: the equation, or None.
       place: where it stands.

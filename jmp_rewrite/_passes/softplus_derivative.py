@@ -40,7 +40,26 @@ def softplus_derivative(editor: Editor) -> None:
 def _source(body: Body, atom: Any) -> Any:
     """Returns what a value is but for infinities, before it was cast."""
     while (eqn := body.made_by(atom, "select_n", *CASTS)) is not None:
-        atom = eqn.invars[eqn.primitive.name == "select_n"]
+        is_select = eqn.primitive.name == "select_n"
+        if is_select and not _is_where_infinite(body, eqn):
+            break
+        atom = eqn.invars[is_select]
+    return atom
+
+
+def _is_where_infinite(body: Body, select: Any) -> bool:
+    """Whether a selection takes another number where a value is infinite."""
+    asked, value, *_ = select.invars
+    test = body.made_by(asked, "eq")
+    if test is None or not hasattr(test.invars[1], "val"):
+        return False
+    is_own = _uncast(body, test.invars[0]) is _uncast(body, value)
+    return is_own and bool(np.all(np.isinf(test.invars[1].val)))
+
+
+def _uncast(body: Body, atom: Any) -> Any:
+    while (eqn := body.made_by(atom, *CASTS)) is not None:
+        (atom,) = eqn.invars
     return atom
 
 

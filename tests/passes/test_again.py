@@ -597,6 +597,24 @@ def test_the_derivative_of_a_softplus_reads_its_argument(activation):
         assert relative_error(a - w, b - w) < 8 * EPS["mixed_bfloat16"]
 
 
+def test_what_is_masked_is_no_derivative_of_a_softplus():
+    (w,) = weights((D, D))
+    x = jnp.asarray(normal(T, D))
+
+    def step(w, x):
+        def loss(w):
+            h = x @ w
+            masked = jnp.exp(jnp.where(x > 0, -9.0, h) - jax.nn.softplus(h))
+            return jnp.square(masked @ w).mean()
+
+        return w - jax.grad(loss)(w)
+
+    report = explain(step, "mixed_bfloat16")(w, x)
+    assert report.passes["softplus_derivative"] == 1  # that of the softplus itself
+    found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(w, x)
+    assert relative_error(found - w, step(w, x) - w) < 8 * EPS["mixed_bfloat16"]
+
+
 def test_a_gradient_that_a_decomposition_reads_is_not_rounded():
     """Solving with a preconditioner multiplies an error."""
     w, x = jnp.asarray(normal(D, D)), jnp.asarray(normal(T, D))
