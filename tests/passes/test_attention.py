@@ -315,6 +315,7 @@ def scan_of_layers():
     return step, params, x
 
 
+@pytest.mark.breadth(one_in=2)
 def test_in_a_scan_over_checkpointed_layers(as_tpu):
     """The output is computed again in the same iteration."""
     step, params, x = scan_of_layers()
@@ -373,6 +374,7 @@ def test_in_a_shard_map(check_vma, as_tpu):
     )
 
 
+@pytest.mark.breadth(one_in=2)
 def test_it_is_mapped_and_differentiated(as_tpu):
     """Ensembles, and learning rates that are learned."""
     rewritten = jax.jit(mixed_precision(step_of(), "mixed_bfloat16"))
