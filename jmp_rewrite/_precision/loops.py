@@ -92,7 +92,7 @@ def decays(graph: Graph, products: set[int], made: set[int]) -> dict[int, int]:
       made: the nodes that have one upstream.
     """
     found: dict[int, int] = {}
-    consumers = graph.consumers()
+    consumers, reads = graph.consumers(), graph.predecessors()
     before = up_to_exponents(graph) if graph.loops else []
     for loop in graph.loops:
         if loop.place.backward and not loop.place.recomputed:
@@ -101,8 +101,11 @@ def decays(graph: Graph, products: set[int], made: set[int]) -> dict[int, int]:
         depends = reached([r for r, _ in loop.carries], consumers, within)
         for received, handed_on in loop.carries:
             linear = reached([received], consumers, _is_linear(graph, depends, within))
-            on_the_way = linear & reached([handed_on], graph.predecessors(), within)
-            for index in on_the_way:
+            if handed_on not in linear:
+                continue
+            for index in reached(
+                [handed_on], graph.predecessors(), linear.__contains__
+            ):
                 node = graph.nodes[index]
                 factors = {v.node for v in node.inputs} - depends
                 if node.name == "mul" and factors and factors <= made:

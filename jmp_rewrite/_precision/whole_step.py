@@ -14,15 +14,19 @@ _FACTOR = 64
 
 
 def is_unscaled(graph: Graph) -> bool:
-    """Whether a program holds a backward pass, and certainly no loss scale.
+    """Whether a program holds a backward pass, and no loss scale.
 
-    That is a 0-d value that the backward pass multiplies by, or a number. A temperature
-    looks alike, and counts as one.
+    The loss is a number, and a scale another one that the backward pass multiplies it
+    by, or a literal. A temperature multiplies arrays.
     """
     backward = [node for node in graph.nodes if is_backward(node)]
     for node in backward:
-        reads_number = any(not v.aval.shape and v.made_of_data for v in node.inputs)
-        if reads_number and node.name in ("broadcast_in_dim", "mul"):
+        is_number = not any(aval.shape for aval in node.avals)
+        if (
+            is_number
+            and node.name == "mul"
+            and any(v.made_of_data for v in node.inputs)
+        ):
             return False
         for number in node.literals.values():
             factor = abs(1 / number) if node.name == "div" and number else abs(number)
