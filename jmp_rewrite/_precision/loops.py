@@ -103,9 +103,7 @@ def decays(graph: Graph, products: set[int], made: set[int]) -> dict[int, int]:
             linear = reached([received], consumers, _is_linear(graph, depends, within))
             if handed_on not in linear:
                 continue
-            for index in reached(
-                [handed_on], graph.predecessors(), linear.__contains__
-            ):
+            for index in reached([handed_on], reads, linear.__contains__):
                 node = graph.nodes[index]
                 factors = {v.node for v in node.inputs} - depends
                 if node.name == "mul" and factors and factors <= made:
