@@ -133,7 +133,7 @@ class _Found:
 
     def source(self, atom: Any) -> int:
         """Returns what tells a value."""
-        var, index = _uncast(self._body, atom)
+        var, index = uncast(self._body, atom)
         at = self._body.parameter.get(var, -1) if index < 0 else -1
         is_stored = at >= 0 and var.aval.dtype == self._editor.half
         return _UNKNOWN - 1 - at if is_stored else index
@@ -219,10 +219,10 @@ def _is_cast(eqn: Any) -> bool:
 
 def origin_of(body: Body, atom: Any) -> int:
     """Returns the equation that makes a value, before casts; -1 if it is none alone."""
-    return _uncast(body, atom)[1]
+    return uncast(body, atom)[1]
 
 
-def _uncast(body: Body, atom: Any) -> tuple[Any, int]:
+def uncast(body: Body, atom: Any) -> tuple[Any, int]:
     """Returns a value before casts, None for a number, and the equation that makes it.
 
     The equation is `_UNKNOWN` if it is none of the body alone.

@@ -11,6 +11,7 @@ from jmp_rewrite import _compat
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import FLOAT32
 from jmp_rewrite._passes.program import CASTS
+from jmp_rewrite._passes.recompute_activations import uncast
 
 # What `logaddexp` is made of.
 _PARTS = frozenset({"abs", "exp", "log1p", "max"})
@@ -53,14 +54,8 @@ def _is_where_infinite(body: Body, select: Any) -> bool:
     test = body.made_by(asked, "eq")
     if test is None or not hasattr(test.invars[1], "val"):
         return False
-    is_own = _uncast(body, test.invars[0]) is _uncast(body, value)
+    is_own = uncast(body, test.invars[0])[0] is uncast(body, value)[0]
     return is_own and bool(np.all(np.isinf(test.invars[1].val)))
-
-
-def _uncast(body: Body, atom: Any) -> Any:
-    while (eqn := body.made_by(atom, *CASTS)) is not None:
-        (atom,) = eqn.invars
-    return atom
 
 
 def _softplus_of(body: Body, argument: Any, result: Any) -> float | None:

@@ -576,6 +576,43 @@ def test_a_sum_of_one_term_is_a_view():
     assert list(map(dtypes_out, views(full))) == [["float32"]] * 2
 
 
+def test_a_broadcast_that_repeats_nothing_is_a_view():
+    """A vmapped convolution, as Equinox', is rounded where a batched one is.
+
+    The transpose of `squeeze` is such a broadcast: the cotangent is rounded before it,
+    for the bias too.
+    """
+
+    def conv(x, kernel):
+        return lax.conv(x, kernel, (1, 1), "SAME")
+
+    def one(x, kernel, bias):
+        return jnp.squeeze(conv(x[None], kernel), 0) + bias
+
+    def gradient(layer):
+        def loss(params, x):
+            for kernel, bias in params:
+                x = jax.nn.gelu(layer(x, kernel, bias))
+            return jnp.mean(x)
+
+        return jax.grad(loss)
+
+    batched = gradient(lambda x, k, b: conv(x, k) + b[None])
+    vmapped = gradient(jax.vmap(one, (0, None, None)))
+    args = [(normal(8, 8, 3, 3), normal(8, 1, 1))] * 3, normal(4, 8, 32, 32)
+
+    def added_up(fun):
+        report = explain(fun, "mixed_bfloat16")(*args)
+        rows = [r for r in report.equations if r.primitive == "convert_element_type"]
+        return sum(r.results[0].startswith("bf16[4,") for r in rows)
+
+    with use_passes("none"):
+        assert added_up(vmapped) == added_up(batched)
+        half = trace(mixed_precision(vmapped, "mixed_bfloat16"), *args)
+    spread = [e for e in eqns(half, "broadcast_in_dim") if e.outvars[0].aval.ndim == 5]
+    assert spread and all(dtypes_in(e) == ["bfloat16"] for e in spread)
+
+
 def test_user_cannot_break_accumulation():
     """A sum that a rule makes half still adds up in float32, and rounds once."""
     w = jnp.ones((1, 4), jnp.float32)
