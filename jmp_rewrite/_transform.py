@@ -217,7 +217,8 @@ def _log_unscaled(name: str) -> None:
     _LOGGER.warning(
         "%s: gradients in float16 without a loss scale: what is below 6e-8 is zero. "
         "Return scale_loss(loss, opt_state) from the loss and wrap the optimizer in "
-        "loss_scaling(...), or use mixed_bfloat16, which needs none.",
+        "loss_scaling(...), or use mixed_bfloat16, which needs none. A policy with "
+        "loss_scale=None says that it is meant.",
         name,
     )
 

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jmp_rewrite import (
+    Policy,
     explain,
     loss_scale_state,
     loss_scaling,
@@ -370,3 +371,14 @@ def test_a_float16_step_without_a_loss_scale_is_heard(policy, scale, caplog):
     assert heard == is_wrong
     report = explain(step, policy)(w, x, scale)
     assert any("Scale the loss" in text for text in report.advice) == is_wrong
+
+
+def test_a_policy_that_wants_no_loss_scale_is_not_told_to_have_one(caplog):
+    @mixed_precision(Policy("mixed_float16", loss_scale=None))
+    def step_that_means_it(w, x):
+        return w - jax.grad(lambda w: jnp.square(jnp.tanh(x @ w) @ w).mean())(w)
+
+    w = x = jnp.ones((8, 8))
+    with caplog.at_level(logging.WARNING, "jmp_rewrite"):
+        jax.jit(step_that_means_it)(w, x)
+    assert not caplog.records
