@@ -143,12 +143,14 @@ def _small(picture: str) -> str:
 def _warnings(notebook: Any) -> list[str]:
     """What a reader of a notebook that was run sees in red.
 
-    What `diagnose` is doing is said there too, where it takes longer than a moment.
+    What `diagnose` and `cost` are doing is said there too, where it takes longer than a
+    moment; `cost` writes over its own line, with carriage returns.
     """
     outputs = [o for cell in notebook.cells for o in cell.get("outputs", [])]
     red = [o.text for o in outputs if o.get("name") == "stderr"]
-    lines = [line for text in red for line in text.splitlines()]
-    return [line for line in lines if not line.startswith("diagnose: ")]
+    lines = [line for text in red for line in text.split("\n")]
+    progress = ("diagnose: ", "\r")
+    return [x for x in lines if x.strip() and not x.startswith(progress)]
 
 
 def main(arguments: list[str] | None = None) -> None:
