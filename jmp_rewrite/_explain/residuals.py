@@ -108,10 +108,10 @@ class Residuals(NamedTuple):
 
 def operands(eqn: Any) -> list[Any]:
     """Returns the variables that an equation reads, where they are stored."""
-    values = [v for v in eqn.invars if not hasattr(v, "val")]
+    values = eqn.invars
     if eqn.primitive.name == "by_device":
         values = values[: eqn.params["results"]]
-    return values
+    return [v for v in values if not hasattr(v, "val")]
 
 
 class _Origins:
@@ -142,7 +142,9 @@ class _Origins:
                 eqn.outvars
             )  # XLA makes them again where they are read
         elif name == "by_device":
-            self._views.update(zip(eqn.outvars, sources, strict=True))
+            passed = zip(eqn.outvars, eqn.invars, strict=False)
+            variables = ((a, b) for a, b in passed if not hasattr(b, "val"))
+            self._views.update((a, self._views.get(b, b)) for a, b in variables)
         elif len(sources) == 1 and name in VIEWS:
             self._views[eqn.outvars[0]] = sources[0]
         elif len(sources) == 1 and name in _COPIES:

@@ -90,7 +90,10 @@ class _Model:
 
     def _results(self, eqn: Any, values: Mapping[Any, _Value]) -> list[_Value]:
         name, known = eqn.primitive.name, [values[v] for v in operands(eqn)]
-        if name == "by_device" or (name in VIEWS and len(known) == 1):
+        if name == "by_device":
+            passed = eqn.invars[: len(eqn.outvars)]
+            return [self._add() if _is_literal(v) else values[v] for v in passed]
+        if name in VIEWS and len(known) == 1:
             return known
         held = [_compat.open_jaxpr(j) for j in held_jaxprs(eqn)]
         if name in CALLS and len(self._values) < self._limit:

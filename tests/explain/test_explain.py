@@ -675,3 +675,15 @@ def test_a_product_with_a_derivative_of_its_own_is_half():
     products = [r for r in report.equations if r.primitive == "dot_general"]
     assert [r.scope for r in products] == ["head", ""]
     assert all(r.dtype == "bfloat16" and r.reason.startswith("half") for r in products)
+
+
+def test_a_loss_that_a_product_computes():
+    """Its cotangent is the number 1, which is rounded for the product's derivative."""
+
+    def quadratic(w, x):
+        h = jnp.tanh(x @ w)
+        return h[0] @ (h.T @ h) @ h[0]
+
+    report = explain(jax.grad(quadratic), "mixed_bfloat16")(spec(8, 8), spec(8, 8))
+    assert report.half_flops > 0.9
+    assert report.residual_bytes < report.residual_bytes_before
