@@ -463,6 +463,64 @@ def correlation_args(rng):
     return ws[2], ws, x, normal(rng, 32, 6)
 
 
+# ---- 11. what is spread over segments, transparencies, weights that are computed
+
+
+def segments(ws, x, of):
+    """Mean, deviation and maximum of segments, some of which hold one row."""
+    h = network(ws, x)
+    count = jax.ops.segment_sum(np.ones((32, 1), "f4"), of, 12) + 1e-6
+    mean = jax.ops.segment_sum(h, of, 12) / count
+    variance = jax.ops.segment_sum(h * h, of, 12) / count - mean * mean
+    spread = jnp.sqrt(jax.nn.relu(variance) + 1e-5)
+    largest = jnp.where(count > 0.5, jax.ops.segment_max(h, of, 12), 0)
+    return jnp.concatenate([mean, spread, largest], -1) @ ws[6]
+
+
+def segments_args(rng):
+    ws, x = network_args(rng)
+    return (*ws, normal(rng, 18, 6, scale=0.3)), x, rng.randint(0, 12, 32)
+
+
+def rendered(ws, x):
+    """What is seen along rays through 128 places, each of which is almost clear."""
+    h = network(ws, x)
+    density = 0.03 * jax.nn.softplus(h[..., 0] - 1)
+    alpha = 1 - jnp.exp(-density)
+    left = jnp.exp(-jnp.cumsum(density, -1))
+    seen = ((alpha * left)[..., None] * jax.nn.sigmoid(h[..., 1:4])).sum(1)
+    return jnp.square(seen - 0.4).mean()
+
+
+def merged(ws, x):
+    """A recurrent layer whose weight is computed, of 128 steps."""
+    w = ws[0] / jnp.linalg.norm(ws[0], axis=0) * 0.8
+
+    def step(h, now):
+        h = jnp.tanh(h @ w + now @ ws[1])
+        return h, h
+
+    return lax.scan(step, jnp.zeros((2, 16)), x)[1] @ ws[2]
+
+
+def merged_args(rng):
+    ws = normal(rng, 16, 16), normal(rng, 8, 16, scale=0.3)
+    return (*ws, normal(rng, 16, 8, scale=0.3)), normal(rng, 128, 2, 8)
+
+
+def stationary(w, x):
+    """Where a Markov chain is after 40 steps."""
+    moves, start = jax.nn.softmax(w), np.full((8, 32), 1 / 32, "f4")
+    there = lax.scan(lambda d, _: (d @ moves, None), start, None, 40)[0]
+    return jnp.mean(jnp.log(there + 1e-6) * x)
+
+
+def certainty(ws, x):
+    """How far a softmax of near values is from a uniform one."""
+    p = jax.nn.softmax(0.3 * network(ws, x))
+    return 1 + (p * jnp.log(p)).sum(-1) / np.log(6).astype("f4")
+
+
 def _x(scale: float = 1.0, mean: float = 0.0, shape: Any = (32, 8)) -> Any:
     return lambda rng: (normal(rng, *shape, scale=scale, mean=mean),)
 
@@ -527,6 +585,20 @@ CASES = [
         ),
     ),
     Case("10_correlation", correlation, correlation_args),
+    Case("11_segments", segments, segments_args),
+    Case(
+        "11_rendered",
+        rendered,
+        lambda r: (network_args(r)[0][:4], normal(r, 8, 128, 8)),
+    ),
+    Case("11_certainty", certainty, lambda r: (network_args(r)[0][:4], *_x()(r))),
+    Case("11_merged", merged, merged_args),
+    Case(
+        "11_stationary_trained",
+        trained(stationary),
+        lambda r: (normal(r, 32, 32), normal(r, 8, 32, mean=3)),
+        (),
+    ),
 ]
 
 

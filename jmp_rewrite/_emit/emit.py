@@ -48,6 +48,23 @@ class Cell:
         self.full: Any = None
 
 
+# These repeat an operand along its dimensions of size one.
+_REPEATS = frozenset({"add", "div", "max", "min", "mul", "sub"})
+
+
+def _spread(cell: Cell, eqn: Any) -> Cell:
+    """Repeats a float32 operand as the equation does.
+
+    The transpose is a sum, which has to be float32: its operand is repeated before it
+    is rounded, as it is in front of an explicit broadcast.
+    """
+    shape = eqn.outvars[0].aval.shape
+    is_smaller = cell.value.shape != shape and cell.value.dtype == FLOAT32
+    if eqn.primitive.name not in _REPEATS or not is_smaller:
+        return cell
+    return Cell(jax.lax.broadcast_in_dim(cell.value, shape, range(len(shape))))
+
+
 # Emits an equation that holds jaxprs, from its operands' cells.
 Handler = Callable[["Emitter", Any, Inner, list[Cell]], list[Cell]]
 
@@ -228,7 +245,10 @@ class Emitter:
             elif position in literals and not atom.aval.shape:
                 values.append(scalar(float(literals[position]), self.plan.half))
             else:
-                values.append(self.read_half(cell_of(env, atom)))
+                cell = cell_of(env, atom)
+                if not self.plan.shared:
+                    cell = _spread(cell, eqn)
+                values.append(self.read_half(cell))
         return values
 
     def _lanes(

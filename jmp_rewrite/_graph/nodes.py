@@ -316,6 +316,15 @@ class Graph:
             self._edges = _edges(self.nodes)
         return self._edges[1]
 
+    def innermost_loops(self) -> list[int]:
+        """Returns for each node the number of its innermost loop; -1 if none."""
+        inside = [-1] * len(self.nodes)
+        by_size = sorted(enumerate(self.loops), key=lambda x: -len(x[1].nodes))
+        for number, loop in by_size:
+            for node in loop.nodes:
+                inside[node] = number
+        return inside
+
     def large_operands(self) -> list[list[Value]]:
         """Returns of each node the operands that have to be read to compute it."""
         if self._large is None:

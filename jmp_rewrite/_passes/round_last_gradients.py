@@ -21,9 +21,11 @@ def round_last_gradients(editor: Editor) -> None:
     as it is by hand. What a solver's backward pass computes again of its forward pass,
     and the cotangents of its states, lead to the next step's multiplications: rounded,
     a neural ODE's gradients were off by 10.6 epsilons in place of 0.8. A decomposition
-    (a preconditioner's) multiplies an error, so what it reads is none. If the result is
-    transposed where it is read, the operands change places, or it is transposed before
-    it is widened: XLA:GPU folds no transpose into a product behind a cast.
+    (a preconditioner's) multiplies an error, so what it reads is none. Nor is the
+    gradient of a weight that is computed, as a softmax of parameters: the derivative of
+    that takes off what is common to all of a row, 30 times what is left. If the result
+    is transposed where it is read, the operands change places, or it is transposed
+    before it is widened: XLA:GPU folds no transpose into a product behind a cast.
 
     On one NVIDIA GPU: several add up what each of them computes, in float32. In whole
     train steps, in bfloat16: a sum may be too large for float16.
@@ -36,6 +38,12 @@ def round_last_gradients(editor: Editor) -> None:
     half = [(b, e) for b, _, e in products if is_half_product(e, editor.half)]
     read = [(b, v) for b, e in half for v in e.invars[:2]]
     read += [(b, v) for b, _, e in editor.find(*DECOMPOSITIONS) for v in e.invars]
+    read += [
+        (b, v)
+        for b, i, e in editor.find("div", "mul")
+        if editor.is_backward(b, i) and all(map(_is_array, e.invars))
+        for v in e.invars
+    ]
     leads = feeding(read)
     for body, index, eqn in products:
         (out,) = eqn.outvars
@@ -58,6 +66,10 @@ def round_last_gradients(editor: Editor) -> None:
             params=tuple(eqn.params.items()),
         )
         editor.read_instead(body, var, rounded)
+
+
+def _is_array(atom: Any) -> bool:
+    return bool(atom.aval.shape)
 
 
 def _last(body: Body, index: int, var: Any) -> tuple[int, Any, tuple[int, ...]]:

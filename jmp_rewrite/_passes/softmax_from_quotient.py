@@ -11,6 +11,7 @@ from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import (
     FLOAT32,
+    feeding,
     is_float32,
     is_half_product,
     is_widening,
@@ -19,7 +20,7 @@ from jmp_rewrite._passes.match import (
 from jmp_rewrite._passes.program import CASTS
 from jmp_rewrite._passes.read_before_rounding import is_read_widened
 from jmp_rewrite._passes.recompute_activations import half_of, late_reads, origin_of
-from jmp_rewrite._rules import EXACT
+from jmp_rewrite._rules import EXACT, PRODUCTS
 
 
 def softmax_from_quotient(editor: Editor) -> None:
@@ -28,7 +29,9 @@ def softmax_from_quotient(editor: Editor) -> None:
     A forward pass reads the exponential twice, in the sum and in the quotient, and
     XLA:GPU computes it twice if nothing else wants it. A derivative does; but a matrix
     multiplication reads the quotient, so that is stored. Of another divisor the product
-    need not be the exponential: it may be infinite where rows are masked.
+    need not be the exponential: it may be infinite where rows are masked. Neither of a
+    softmax of parameters, which is exact: its derivative takes off what is common to a
+    row of cotangents, and that may be 30 times what is left.
 
     On NVIDIA GPUs, in whole train steps.
 
@@ -40,6 +43,8 @@ def softmax_from_quotient(editor: Editor) -> None:
         if stored is None:
             continue
         (x,) = eqn.invars
+        if not _is_of_product(body, x):
+            continue
         half = half_of(body, eqn, editor.half)
         if half is not None and not _forward_again(editor, body, half, x):
             continue
@@ -54,6 +59,16 @@ def softmax_from_quotient(editor: Editor) -> None:
                     body, at, [var], [stored, divisor], branches
                 )
             editor.read(body, at, position, chosen[var])
+
+
+def _is_of_product(body: Body, x: Any) -> bool:
+    """Whether a matrix multiplication has made a value."""
+
+    def is_other(body: Body, index: int) -> bool:
+        return body.eqns[index].primitive.name not in PRODUCTS
+
+    makers = ((b, b.maker.get(v, -1)) for b, v in feeding([(body, x)], is_other))
+    return any(index >= 0 and not is_other(b, index) for b, index in makers)
 
 
 def quotient_of(editor: Editor, body: Body, index: int) -> Any:

@@ -239,7 +239,7 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
     it is computed.
     """
     stored = _ends_kernel(graph, pins)
-    loops = _innermost_loops(graph)
+    loops = graph.innermost_loops()
     anchors = _anchors(graph, stored)
     sources = [_sources(n) for n in graph.nodes]
     levels = _levels(sources, stored)
@@ -309,7 +309,7 @@ def _bottlenecks(
     token for the class), and what moves it, are on the way.
     """
     many = MANY_KERNELS if pins.whole_step else FORWARD_KERNELS
-    consumers, loops = graph.consumers(), _innermost_loops(graph)
+    consumers, loops = graph.consumers(), graph.innermost_loops()
     sizes = [n.size for n in graph.nodes]
     spread = _spread(graph)
 
@@ -418,16 +418,6 @@ def _spread(graph: Graph) -> set[int]:
             if value.node in found or not has_to_be_read(value, node.size):
                 found.add(node.index)
     return found
-
-
-def _innermost_loops(graph: Graph) -> list[int]:
-    """Returns for each node the loop that it stands in; -1 if none."""
-    inside = [-1] * len(graph.nodes)
-    by_size = sorted(enumerate(graph.loops), key=lambda x: -len(x[1].nodes))
-    for number, loop in by_size:
-        for node in loop.nodes:
-            inside[node] = number
-    return inside
 
 
 def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:

@@ -21,7 +21,7 @@ from jmp_rewrite._precision.cost import (
 )
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
-from jmp_rewrite._rules import COMPARES, MOVES, PICKS, Category, table
+from jmp_rewrite._rules import COMPARES, COPIES, MOVES, PICKS, Category, table
 
 
 class Label(enum.IntEnum):
@@ -41,6 +41,7 @@ class Label(enum.IntEnum):
 
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join"})
+_HELD = _JOINTS | {"stack_out"}
 
 
 # Every result of these reads its operand several times; the transpose is a sum, which
@@ -60,7 +61,7 @@ _SPREADS = frozenset(
 
 
 # The results of these are elements of their operands.
-_PICKS = PICKS | {"dynamic_slice", "gather", "rev", "slice", "stack_out"}
+_PICKS = PICKS | COPIES | {"stack_out"}
 # These ask which of two is the larger one. A known number was picked from neither.
 _ORDERS = frozenset({"ge", "gt", "le", "lt"})
 
@@ -214,10 +215,16 @@ def _round_each_use(graph: Graph, pins: Pins, labels: list[bool]) -> None:
     """Moves an exact value in float32 where several readers would share a rounded copy.
 
     Whoever differentiates the program adds up their cotangents: behind the copy in
-    half, before it in float32.
+    half, before it in float32. A reader in a loop that the value comes from outside of
+    is as many as the loop has iterations.
     """
-    uses = collections.Counter(v.node for n in graph.nodes for v in n.inputs)
-    consumers = graph.consumers()
+    consumers, loops = graph.consumers(), graph.innermost_loops()
+    uses: collections.Counter[int] = collections.Counter()
+    for node in graph.nodes:
+        for value in node.inputs:
+            is_held = node.name in _HELD or value.slice_of >= 0
+            is_inside = loops[node.index] not in (-1, loops[value.node])
+            uses[value.node] += 2 if is_inside and not is_held else 1
     shared: set[int] = set()
     for node in reversed(graph.nodes):
         index = node.index
@@ -312,6 +319,6 @@ def _is_wide(node: Node, pins: Pins) -> bool:
     if node.name in _SPREADS and not pins.whole_step:
         return True
     # What reads a 0-d value: those are never half.
-    return node.name not in (*_JOINTS, "stack_out") and any(
+    return node.name not in _HELD and any(
         not v.aval.shape and v.constant is None for v in node.inputs
     )

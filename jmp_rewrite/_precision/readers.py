@@ -23,6 +23,7 @@ from jmp_rewrite._precision.origins import (
     leads_to_product,
     up_to_exponents,
 )
+from jmp_rewrite._precision.signs import nonnegative
 from jmp_rewrite._rules import PRODUCTS, SHARP
 
 # A sum with an exact value still holds it behind these.
@@ -51,6 +52,8 @@ _CARRIES = frozenset({"carry_in", "join"})
 _SCALES = (MOVES - _CARRIES - {"split"}) | {"div", "mul", "neg"}
 # A rounding, half an epsilon, is two epsilons in this power: what the law allows.
 _POWER = 4
+# Half an epsilon of float16. A number up to that keeps a quotient finite.
+_GUARD = 2.0**-11
 # A sum of more values is followed no further back.
 _MOST_TERMS = 64
 
@@ -148,9 +151,9 @@ def differences(
       small: statistics, which a normalization subtracts from what they are of.
     """
     promoted, offset = _promoted(graph, made), _holds_offset(graph, made)
-    in_layers = _in_layers(graph, products)
+    in_layers, positive = _in_layers(graph, products), nonnegative(graph)
     found: dict[int, int] = {}
-    for node in graph.nodes:
+    for node in sorted(graph.nodes, key=lambda n: n.name != "log"):
         if node.index in in_layers:
             if _normalizes(node, graph, small):
                 continue
@@ -159,6 +162,9 @@ def differences(
             continue
         if node.name == "log":
             _follow_back(node, promoted, graph, found, near=True)
+        elif _adds_number(node, positive):
+            if _is_read_relatively(node, graph, products, made):
+                _follow_back(node, promoted, graph, found)
         elif _is_difference(node, graph):
             exact = [v for v in node.inputs if _is_exact(v, graph, made)]
             known = bool(exact) or any(node.literals.values())
@@ -171,6 +177,63 @@ def differences(
                 _follow_back(node, offset, graph, found)
             if len(node.inputs) == 2:
                 _follow_back(node, _on_the_way_to_shared(node, graph), graph, found)
+        if is_backward(node) and node.name in _SUMS and len(node.inputs) == 2:
+            ends = small if node.index in in_layers else set[int]()
+            between = _between_cotangents(node, graph, ends) & promoted
+            _follow_back(node, between, graph, found)
+    return found
+
+
+# Linear in a cotangent, and no part of it; a product is in the factor that is one.
+_PARTS_OF_ONE = {"dynamic_slice", "slice", "split"}
+_LINEAR = (_KEEPS_OFFSET | _SUMS | {"div", "mul", "scatter-add"}) - _PARTS_OF_ONE
+
+
+def _between_cotangents(node: Node, graph: Graph, ends: set[int]) -> set[int]:
+    """Returns what is made of one cotangent, to be added to its negative.
+
+    A variance that is computed as the difference of two means hands such a cotangent to
+    both of them. What they make of it cancels where the values are near their mean.
+    """
+    first, second = (_shares(v, graph, ends) for v in node.inputs)
+    turn = 1 if node.name == "sub" else -1
+    shared = {n for n, sign in first.items() if second.get(n) == turn * sign}
+    found: set[int] = set()
+    for index in sorted(first.keys() | second.keys()):
+        if index not in shared:
+            reads = {v.node for v in graph.nodes[index].inputs}
+            if not reads.isdisjoint(found | shared):
+                found.add(index)
+    return found
+
+
+def _shares(value: Value, graph: Graph, ends: set[int]) -> dict[int, int]:
+    """Returns the cotangents that a value is linear in, up to an end, and their signs.
+
+    Those of what they are multiplied by in the forward pass are not known.
+    """
+    nodes = graph.nodes
+    found: dict[int, int] = {}
+    stack = [(value.node, 1)]
+    while stack and len(found) < _MOST_TERMS:
+        index, sign = stack.pop()
+        if index in found or index < 0 or index in ends:
+            continue
+        node = nodes[index]
+        if not is_backward(node) or len(node.avals) > 1:
+            continue
+        found[index] = sign
+        reads = [v.node for v in node.inputs if v.node >= 0]
+        reads = [n for n in reads if is_backward(nodes[n])]
+        if node.name not in _LINEAR or (node.name in ("mul", "div") and len(reads) > 1):
+            continue
+        is_factor = any(np.any(x < 0) for x in node.literals.values())
+        if node.name == "neg" or (node.name in ("mul", "div") and is_factor):
+            sign = -sign
+        for n in reads:
+            is_taken = node.name == "sub" and n == node.inputs[-1].node
+            is_taken &= len(reads) > 1 or 0 in node.literals
+            stack.append((n, -sign if is_taken else sign))
     return found
 
 
@@ -211,10 +274,11 @@ def _is_read_relatively(
     """Whether a difference from a number counts by its own size where it is read.
 
     A gate's `1 - z` that scales an activation does not: the error is small beside the
-    sum that follows. Neither does the derivative of a nonlinearity.
+    sum that follows. Neither does the derivative of a nonlinearity. One from an
+    exponential always does: `1 - exp(-a)` of a small `a` is `a`.
     """
     consumers, nodes = graph.consumers(), graph.nodes
-    if node.index in {v.node for v in graph.results}:
+    if node.index in {v.node for v in graph.results} or _is_expm1(node, graph):
         return True
     stack, seen = [node.index], {node.index}
     while stack:
@@ -233,6 +297,13 @@ def _is_read_relatively(
             if is_scaled and not any(v.node in made for v in others):
                 stack.append(reader)
     return False
+
+
+def _is_expm1(node: Node, graph: Graph) -> bool:
+    """Whether a difference is one of an exponential and the number 1."""
+    is_one = any(np.all(np.abs(x) == 1) for x in node.literals.values())
+    sources = [source_of(v, graph, _VIEWS | {"neg"}).node for v in node.inputs]
+    return is_one and any(n >= 0 and graph.nodes[n].name == "exp" for n in sources)
 
 
 def _on_the_way_to_shared(node: Node, graph: Graph) -> set[int]:
@@ -419,6 +490,20 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
         if on:
             holds.add(node.index)
     return holds
+
+
+def _adds_number(node: Node, positive: AbstractSet[int]) -> bool:
+    """Whether a node adds a number to what may be the negative of it.
+
+    One that guards against zero is small beside all other values.
+    """
+    if node.name != "add" or len(node.inputs) != 1 or is_backward(node):
+        return False
+    is_sum = node.inputs[0].node in positive
+    return any(
+        np.any(abs(x) > _GUARD) and not (is_sum and np.all(x > 0))
+        for x in node.literals.values()
+    )
 
 
 def _is_difference(node: Node, graph: Graph) -> bool:
