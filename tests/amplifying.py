@@ -521,6 +521,12 @@ def certainty(ws, x):
     return 1 + (p * jnp.log(p)).sum(-1) / np.log(6).astype("f4")
 
 
+def bipolar(ws, x):
+    """Sigmoids near a half, and what is left of them."""
+    s = jax.nn.sigmoid(0.1 * network(ws, x))
+    return (s - 0.5) * 2, (2 * s - 1) * (s + 1)
+
+
 def _x(scale: float = 1.0, mean: float = 0.0, shape: Any = (32, 8)) -> Any:
     return lambda rng: (normal(rng, *shape, scale=scale, mean=mean),)
 
@@ -592,6 +598,7 @@ CASES = [
         lambda r: (network_args(r)[0][:4], normal(r, 8, 128, 8)),
     ),
     Case("11_certainty", certainty, lambda r: (network_args(r)[0][:4], *_x()(r))),
+    Case("11_bipolar", bipolar, lambda r: (network_args(r)[0][:4], *_x()(r))),
     Case("11_merged", merged, merged_args),
     Case(
         "11_stationary_trained",

@@ -17,7 +17,7 @@ import numpy as np
 
 from jmp_rewrite._graph import Graph, Node, Value, reached
 from jmp_rewrite._precision.origins import is_backward
-from jmp_rewrite._precision.readers import source_of
+from jmp_rewrite._precision.terms import source_of
 from jmp_rewrite._rules import COSTLY, PRODUCTS
 
 _PHASES = frozenset({"cos", "sin"})

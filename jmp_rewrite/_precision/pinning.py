@@ -24,6 +24,7 @@ from jmp_rewrite._precision import (
     train_state,
     whole_step,
 )
+from jmp_rewrite._precision.differences import differences
 from jmp_rewrite._precision.local import KERNEL_EDGES, Local
 from jmp_rewrite._precision.origins import leads_to_product, statistics
 from jmp_rewrite._precision.phases import nonlinearities
@@ -40,12 +41,8 @@ from jmp_rewrite._precision.pins import (
     Pins,
 )
 from jmp_rewrite._precision.products import exact_products
-from jmp_rewrite._precision.readers import (
-    differences,
-    read_sharply,
-    summed_gradients,
-    sums_with_exact,
-)
+from jmp_rewrite._precision.sharp import read_sharply
+from jmp_rewrite._precision.sums import summed_gradients, sums_with_exact
 from jmp_rewrite._rules import Category, table
 from jmp_rewrite._source import where
 

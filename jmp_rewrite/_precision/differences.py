@@ -1,0 +1,248 @@
+"""Differences that read unrounded values.
+
+A difference of two values that an exact one was added to leaves the error that rounding
+has put on the exact part: what is measured with an offset is rounded before the offset
+is added, or not at all. One that counts by its own size, as `1 - exp(-a)` of a small
+`a`, leaves the error of what it is small beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+
+from jmp_rewrite._graph import Graph, Node, is_backward, reached
+from jmp_rewrite._precision.origins import leads_to_product
+from jmp_rewrite._precision.signs import nonnegative
+from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
+from jmp_rewrite._precision.terms import (
+    CARRIES,
+    KEEPS_OFFSET,
+    SCALES,
+    SUMS,
+    VIEWS,
+    between_cotangents,
+    is_made_of,
+    on_the_way_to_shared,
+    source_of,
+    terms_of,
+)
+
+# Half an epsilon of float16. A number up to that keeps a quotient finite.
+_GUARD = 2.0**-11
+# An error relative to what these read is one of their result, or a larger one.
+_RELATIVE = frozenset({"cbrt", "log", "pow", "rsqrt", "sqrt"})
+_EXTREMES = frozenset({"reduce_max", "reduce_min"})
+
+
+def differences(
+    graph: Graph, products: set[int], made: set[int], small: set[int]
+) -> dict[int, int]:
+    """Returns the nodes that a difference reads unrounded, and that difference.
+
+    Both operands are float32 by JAX's promotion, one of them perhaps exact, or a number
+    if a root, a quotient or a layer reads the difference; or one still holds the exact
+    value that was added to it, and an exact value or a number is taken off; or both are
+    sums of one value and others, which is added with its other sign in a backward pass.
+    A logarithm is a difference as well, of exponents. So is what they are made of, back
+    to the matrix multiplications; beside an exact value, elementwise.
+
+    Args:
+      graph: the program.
+      products: the matrix multiplications of half operands.
+      made: the nodes that have a matrix multiplication upstream.
+      small: statistics, which a normalization subtracts from what they are of.
+    """
+    promoted, offset = promoted_nodes(graph, made), _holds_offset(graph, made)
+    in_layers, positive = _in_layers(graph, products), nonnegative(graph)
+    found: dict[int, int] = {}
+    for node in sorted(graph.nodes, key=lambda n: n.name != "log"):
+        if node.index in in_layers:
+            if _normalizes(node, graph, small):
+                continue
+        elif is_backward(node) and _projects(node, graph):
+            follow_back(node, promoted, graph, found)
+            continue
+        if node.name == "log":
+            follow_back(node, promoted, graph, found, near=True)
+        elif _adds_number(node, positive):
+            if _is_read_relatively(node, graph, products, made):
+                follow_back(node, promoted, graph, found)
+        elif _is_difference(node, graph):
+            exact = [v for v in node.inputs if is_exact(v, graph, made)]
+            known = bool(exact) or any(node.literals.values())
+            beside = any(v.made_of_data for v in exact)
+            if not beside and any(map(np.any, node.literals.values())):
+                beside = _is_read_relatively(node, graph, products, made)
+            if _cancels(node, promoted, beside):
+                follow_back(node, promoted, graph, found, near=bool(exact))
+            if _cancels(node, offset, known):
+                follow_back(node, offset, graph, found)
+            if len(node.inputs) == 2:
+                follow_back(node, on_the_way_to_shared(node, graph), graph, found)
+        if is_backward(node) and node.name in SUMS and len(node.inputs) == 2:
+            ends = small if node.index in in_layers else set[int]()
+            between = between_cotangents(node, graph, ends) & promoted
+            follow_back(node, between, graph, found)
+    return found
+
+
+def _projects(node: Node, graph: Graph) -> bool:
+    """Whether a backward pass takes off a cotangent what it has in common, a sum of it.
+
+    A softmax does, as `g - softmax * sum(g)`.
+    """
+    if node.name not in SUMS or len(node.inputs) != 2:
+        return False
+    first, second = (v.node for v in node.inputs)
+    return is_made_of(first, second, graph) or is_made_of(second, first, graph)
+
+
+def _in_layers(graph: Graph, products: set[int]) -> set[int]:
+    """Returns the nodes that lead to a matrix multiplication of the forward pass.
+
+    Of the backward pass it is those that one of its own leads to; what is left is the
+    loss and its cotangents.
+    """
+    nodes = graph.nodes
+    backward = {n for n in products if is_backward(nodes[n])}
+
+    def is_number(index: int) -> bool:
+        return not any(aval.shape for aval in nodes[index].avals)
+
+    forward = leads_to_product(products - backward, graph.predecessors(), is_number)
+    return forward | reached(backward, graph.consumers())
+
+
+def _is_read_relatively(
+    node: Node, graph: Graph, products: set[int], made: set[int]
+) -> bool:
+    """Whether a difference from a number counts by its own size where it is read.
+
+    A gate's `1 - z` that scales an activation does not, unless that is returned: the
+    error is small beside the sum that follows. Neither does the derivative of a
+    nonlinearity. One from an exponential always does: `1 - exp(-a)` of a small `a` is
+    `a`.
+    """
+    consumers, nodes = graph.consumers(), graph.nodes
+    returned = {v.node for v in graph.results}
+    if _is_expm1(node, graph):
+        return True
+    stack, seen = [(node.index, False)], {node.index}
+    while stack:
+        index, is_gate = stack.pop()
+        if index in returned:
+            return True
+        for reader in consumers[index]:
+            read = nodes[reader]
+            if is_backward(read) or reader in seen:
+                continue
+            seen.add(reader)
+            divides = read.name == "div" and 1 not in read.literals
+            divides = divides and read.inputs[-1].node == index
+            counts = reader in products or read.name in _RELATIVE or divides
+            if counts and not is_gate:
+                return True
+            others = any(v.node != index and v.node in made for v in read.inputs)
+            is_summed = read.name in ("add", "sub") and not (others or is_gate)
+            if is_summed or (read.name in SCALES | VIEWS and not counts):
+                stack.append((reader, is_gate or others))
+    return False
+
+
+def _is_expm1(node: Node, graph: Graph) -> bool:
+    """Whether a difference is one of an exponential and the number 1."""
+    is_one = any(np.all(np.abs(x) == 1) for x in node.literals.values())
+    sources = [source_of(v, graph, VIEWS | {"neg"}).node for v in node.inputs]
+    return is_one and any(n >= 0 and graph.nodes[n].name == "exp" for n in sources)
+
+
+def _cancels(node: Node, held: set[int], known: bool) -> bool:
+    """Whether a difference is of two of these values, or of one and a known one."""
+    count = sum(v.node in held for v in node.inputs)
+    return count == 2 or (known and count == 1)
+
+
+def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
+    """Returns the made nodes that an exact value was added to, with no end between."""
+    holds: set[int] = set()
+    for node in graph.nodes:
+        if node.index not in made or not node.avals:
+            continue
+        exact = [v for v in node.inputs if is_exact(v, graph, made)]
+        known = bool(exact) or any(node.literals.values())
+        held = any(v.node in holds for v in node.inputs)
+        if node.name in ("add", "sub"):
+            on = known or held
+        elif node.name in CARRIES:
+            on = bool(exact) or held
+        elif node.name in ("mul", "div"):
+            others = [v for v in node.inputs if v.node not in holds]
+            on = held and all(is_exact(v, graph, made) for v in others)
+        else:
+            on = held and node.name in KEEPS_OFFSET
+        if on:
+            holds.add(node.index)
+    return holds
+
+
+def _adds_number(node: Node, positive: AbstractSet[int]) -> bool:
+    """Whether a node adds a number to what may be the negative of it.
+
+    One that guards against zero is small beside all other values.
+    """
+    if node.name != "add" or len(node.inputs) != 1 or is_backward(node):
+        return False
+    is_sum = node.inputs[0].node in positive
+    return any(
+        np.any(abs(x) > _GUARD) and not (is_sum and np.all(x > 0))
+        for x in node.literals.values()
+    )
+
+
+def _is_difference(node: Node, graph: Graph) -> bool:
+    """Whether a node subtracts, or adds a value and the negative of it.
+
+    A backward pass adds up cotangents, of which that of a subtracted value is negated.
+    """
+    if len(node.inputs) + len(node.literals) < 2:
+        return False
+    if node.name not in ("add", "add_any") or not is_backward(node):
+        return node.name == "sub"
+    if len(node.inputs) < 2:
+        return False
+    first, second = (terms_of(v, graph) for v in node.inputs)
+    return any(second.get(n) == -sign for n, sign in first.items())
+
+
+def _normalizes(node: Node, graph: Graph, small: set[int]) -> bool:
+    """Whether a node takes a statistic off what it is of, or off another one.
+
+    The largest or smallest of the values is one where an exponential follows, as in a
+    softmax; in a range it is one of two near values.
+    """
+    views = VIEWS | {"gather"}
+    sources = {source_of(v, graph, views, small).node for v in node.inputs}
+    statistics = sources & small
+    if any(graph.nodes[s].name in _EXTREMES for s in statistics):
+        if not _is_exponent(node, graph):
+            return False
+    return bool(statistics) and all(
+        is_made_of(s, n, graph) for s in statistics for n in sources - small
+    )
+
+
+def _is_exponent(node: Node, graph: Graph) -> bool:
+    """Whether a value, scaled or masked, is what an exponential is taken of."""
+    consumers = graph.consumers()
+    stack, seen = [node.index], {node.index}
+    while stack:
+        for reader in consumers[stack.pop()]:
+            name = graph.nodes[reader].name
+            if name in ("exp", "exp2"):
+                return True
+            if name in SCALES | VIEWS | {"select_n"} and reader not in seen:
+                seen.add(reader)
+                stack.append(reader)
+    return False

@@ -1,0 +1,94 @@
+"""Values that primitives read which are steep, or jump.
+
+A decomposition, a sine, a cast to an integer, a high power. None of them is on the way
+to a matrix multiplication alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+
+from jmp_rewrite._graph import Graph, Node, Value
+from jmp_rewrite._precision.origins import leads_to_product, up_to_exponents
+from jmp_rewrite._precision.terms import PARTS, source_of
+from jmp_rewrite._rules import SHARP
+
+# A rounding, half an epsilon, is two epsilons in this power: what the law allows.
+_POWER = 4
+
+
+def read_sharply(
+    graph: Graph,
+    products: set[int],
+    out_of_range: frozenset[int],
+    nonlinearities: AbstractSet[int],
+) -> dict[int, int]:
+    """Returns the nodes that a sharp primitive reads, and which one.
+
+    Args:
+      graph: the program.
+      products: the matrix multiplications of half operands, which end what is read.
+      out_of_range: nodes with a number that the compute dtype cannot hold. What is
+        multiplied by such a number may be out of its range, too.
+      nonlinearities: sharp nodes that are those of layers.
+    """
+    found: dict[int, int] = {}
+    powers = _high_powers(graph)
+    before = up_to_exponents(graph) if powers else []
+    for node in graph.nodes:
+        if node.index in nonlinearities:
+            continue
+        is_scaled = node.index in out_of_range and node.name in ("div", "mul")
+        is_power = node.index in powers
+        if _is_sharp(node) or is_power or is_scaled:
+            read = leads_to_product(
+                [node.index],
+                before if is_power else graph.predecessors(),
+                lambda n: n in found or n in products,
+            )
+            direct = _products_before(graph, [node.index, *read], products)
+            for source in (*read, *direct):
+                found.setdefault(source, node.index)
+    return found
+
+
+def _products_before(graph: Graph, nodes: list[int], products: set[int]) -> set[int]:
+    reads = graph.predecessors()
+    return {s for n in nodes for s in reads[n] if s in products}
+
+
+def _is_sharp(node: Node) -> bool:
+    if node.name == "convert_element_type" and node.inputs:
+        return np.dtype(node.eqn.params["new_dtype"]).kind in "iu"
+    if node.name == "pow" and 0 not in node.literals:  # of a number it is an `exp`
+        power = node.literals.get(1)
+        return power is None or bool(np.any(abs(power) > _POWER))
+    return node.name in SHARP
+
+
+def _high_powers(graph: Graph) -> set[int]:
+    """Returns the nodes that are a high power of another one, however it is taken.
+
+    So is a product of many parts of one value, as `associative_scan` takes it.
+    """
+    of: dict[int, tuple[Hashable, int]] = {}  # node -> what it is a power of, and which
+    for node in graph.nodes:
+        if node.name == "integer_pow":
+            power = abs(node.eqn.params["y"])
+        elif node.name in ("mul", "square") and not node.literals:
+            power = 2 if node.name == "square" else 1
+        else:
+            continue
+        sources = [source_of(v, graph, PARTS) for v in node.inputs]
+        factors = [of.get(v.node, (_key(v), 1)) for v in sources]
+        bases = {base for base, _ in factors}
+        if len(bases) == 1:
+            of[node.index] = bases.pop(), power * sum(n for _, n in factors)
+    return {index for index, (_, power) in of.items() if power > _POWER}
+
+
+def _key(value: Value) -> Hashable:
+    return value.node, value.result, value.argument

@@ -1,0 +1,149 @@
+"""What sums are made of: their terms, and what both operands of one share."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+
+from jmp_rewrite._graph import Graph, Node, Value, is_backward
+from jmp_rewrite._precision.origins import MOVES
+
+# A sum with an exact value still holds it behind these.
+KEEPS_OFFSET = MOVES | {
+    "broadcast_in_dim",
+    "clamp",
+    "dynamic_slice",
+    "gather",
+    "max",
+    "min",
+    "neg",
+    "pad",
+    "reduce_sum",
+    "select_n",
+    "slice",
+}
+SUMS = frozenset({"add", "add_any", "sub"})
+VIEWS = MOVES | {"broadcast_in_dim"}
+PARTS = VIEWS | {"slice"}
+# What a loop hands on, to its next iteration or behind it, is one of these.
+CARRIES = frozenset({"carry_in", "join"})
+# A value is the same but for a number behind these, if they read nothing else.
+SCALES = (MOVES - CARRIES - {"split"}) | {"div", "mul", "neg"}
+# A sum of more values is followed no further back.
+MOST_TERMS = 64
+# Linear in a cotangent, and no part of it; a product is in the factor that is one.
+_PARTS_OF_ONE = {"dynamic_slice", "slice", "split"}
+_LINEAR = (KEEPS_OFFSET | SUMS | {"div", "mul", "scatter-add"}) - _PARTS_OF_ONE
+
+
+def on_the_way_to_shared(node: Node, graph: Graph) -> set[int]:
+    """Returns the sums through which both operands of a difference hold one term.
+
+    A sum of a cotangent and of its negative is such a difference, too.
+    """
+    first, second = (terms_of(v, graph) for v in node.inputs)
+    turn = 1 if node.name == "sub" else -1
+    shared = {n for n, sign in first.items() if second.get(n) == turn * sign}
+    return {n for n, _ in (first | second).keys() - shared} if shared else set()
+
+
+def terms_of(value: Value, graph: Graph) -> dict[tuple[int, int], int]:
+    """Returns what a value is a sum of, scaled and moved: node, result and sign.
+
+    Itself is one of them.
+    """
+    if value.node < 0:
+        return {}
+    found = {(value.node, value.result): 1}
+    stack = list(found)
+    while stack and len(found) < MOST_TERMS:
+        term = stack.pop()
+        node, sign = graph.nodes[term[0]], found[term]
+        is_scaled = node.name in SCALES and len(node.inputs) == 1
+        if not is_scaled and node.name not in SUMS | CARRIES | {"reduce_sum"}:
+            continue
+        is_factor = is_scaled and any(np.any(x < 0) for x in node.literals.values())
+        if node.name == "neg" or is_factor:
+            sign = -sign
+        for position, read in enumerate(node.inputs):
+            key = read.node, read.result
+            if read.node >= 0 and key not in found:
+                is_taken = node.name == "sub" and (position or 0 in node.literals)
+                found[key] = -sign if is_taken else sign
+                stack.append(key)
+    return found
+
+
+def between_cotangents(node: Node, graph: Graph, ends: set[int]) -> set[int]:
+    """Returns what is made of one cotangent, to be added to its negative.
+
+    A variance that is computed as the difference of two means hands such a cotangent to
+    both of them. What they make of it cancels where the values are near their mean.
+    """
+    first, second = (_shares(v, graph, ends) for v in node.inputs)
+    turn = 1 if node.name == "sub" else -1
+    shared = {n for n, sign in first.items() if second.get(n) == turn * sign}
+    found: set[int] = set()
+    for index in sorted(first.keys() | second.keys()):
+        if index not in shared:
+            reads = {v.node for v in graph.nodes[index].inputs}
+            if not reads.isdisjoint(found | shared):
+                found.add(index)
+    return found
+
+
+def _shares(value: Value, graph: Graph, ends: set[int]) -> dict[int, int]:
+    """Returns the cotangents that a value is linear in, up to an end, and their signs.
+
+    Those of what they are multiplied by in the forward pass are not known.
+    """
+    nodes = graph.nodes
+    found: dict[int, int] = {}
+    stack = [(value.node, 1)]
+    while stack and len(found) < MOST_TERMS:
+        index, sign = stack.pop()
+        if index in found or index < 0 or index in ends:
+            continue
+        node = nodes[index]
+        if not is_backward(node) or len(node.avals) > 1:
+            continue
+        found[index] = sign
+        reads = [v.node for v in node.inputs if v.node >= 0]
+        reads = [n for n in reads if is_backward(nodes[n])]
+        if node.name not in _LINEAR or (node.name in ("mul", "div") and len(reads) > 1):
+            continue
+        is_factor = any(np.any(x < 0) for x in node.literals.values())
+        if node.name == "neg" or (node.name in ("mul", "div") and is_factor):
+            sign = -sign
+        for n in reads:
+            is_taken = node.name == "sub" and n == node.inputs[-1].node
+            is_taken &= len(reads) > 1 or 0 in node.literals
+            stack.append((n, -sign if is_taken else sign))
+    return found
+
+
+def source_of(
+    value: Value,
+    graph: Graph,
+    views: AbstractSet[str] = VIEWS,
+    ends: AbstractSet[int] = frozenset(),
+) -> Value:
+    """Returns what a value is a view of, or spread from, as a bias is over a batch."""
+    while value.node >= 0 and value.node not in ends:
+        node = graph.nodes[value.node]
+        if node.name not in views or len(node.inputs) != 1:
+            break
+        (value,) = node.inputs
+    return value
+
+
+def is_made_of(node: int, source: int, graph: Graph) -> bool:
+    """Whether a node is made of another one in a few steps."""
+    reads = graph.predecessors()
+    found = [node]
+    for index in found:
+        found += [n for n in reads[index] if n not in found]
+        if source in found or len(found) > MOST_TERMS:
+            break
+    return source in found
