@@ -544,6 +544,34 @@ def test_gradients_of_ones(policy, decorate):
     assert float(shared[0, 0]) == 4096
 
 
+def test_a_bias_is_repeated_before_it_is_rounded():
+    """So that its gradient is a float32 sum: 4097 is none of bfloat16's numbers."""
+
+    @mixed_precision("mixed_bfloat16")
+    def fun(b, x):
+        return (jnp.tanh(x @ jnp.zeros((1, 8)) + b[None]) @ jnp.ones((8, 1))).sum()
+
+    bias = jax.grad(fun)(jnp.zeros(8), jnp.ones((4097, 1)))
+    assert bias.tolist() == [4097] * 8
+
+
+@pytest.mark.parametrize("weight", ["computed", "given"])
+def test_a_weight_is_rounded_in_each_iteration(weight):
+    """Its cotangents, of 300 steps, are added up in float32."""
+
+    @mixed_precision("mixed_bfloat16")
+    def fun(w):
+        read = jnp.exp(w) * 2 if weight == "computed" else w
+        step = lambda c, x: (c, x @ read)  # noqa: E731
+        return lax.scan(step, 0.0, jnp.ones((300, 4, 8)))[1].sum()
+
+    program = jax.make_jaxpr(fun)(jnp.zeros((8, 8)))
+    (scan,) = [e for e in program.eqns if e.primitive.name == "scan"]
+    assert all(v.aval.dtype == jnp.float32 for v in scan.invars)
+    slope = 2.0 if weight == "computed" else 1.0
+    np.testing.assert_array_equal(jax.grad(fun)(jnp.zeros((8, 8))), slope * 1200)
+
+
 def test_a_sum_of_one_term_is_a_view():
     """The transpose of `x[None]` adds nothing up: its cotangent stays half."""
 
