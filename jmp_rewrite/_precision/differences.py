@@ -27,6 +27,7 @@ from jmp_rewrite._precision.terms import (
     on_the_way_to_shared,
     source_of,
     terms_of,
+    turned_cotangents,
 )
 
 # Half an epsilon of float16. A number up to that keeps a quotient finite.
@@ -55,6 +56,7 @@ def differences(
       small: statistics, which a normalization subtracts from what they are of.
     """
     promoted, offset = promoted_nodes(graph, made), _holds_offset(graph, made)
+    turned = turned_cotangents(graph)
     in_layers, positive = _in_layers(graph, products), nonnegative(graph)
     found: dict[int, int] = {}
     for node in sorted(graph.nodes, key=lambda n: n.name != "log"):
@@ -81,7 +83,7 @@ def differences(
                 follow_back(node, offset, graph, found)
             if len(node.inputs) == 2:
                 follow_back(node, on_the_way_to_shared(node, graph), graph, found)
-        if is_backward(node) and node.name in SUMS and len(node.inputs) == 2:
+        if node.index in turned and node.name in SUMS and len(node.inputs) == 2:
             ends = small if node.index in in_layers else set[int]()
             between = between_cotangents(node, graph, ends) & promoted
             follow_back(node, between, graph, found)

@@ -5,13 +5,26 @@ A number that is added to them takes nothing off.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node
+from jmp_rewrite._graph import Graph, Node, Value
 from jmp_rewrite._rules import COPIES
 
 _ALWAYS = frozenset(
-    {"abs", "acosh", "cosh", "erfc", "exp", "exp2", "logistic", "rsqrt", "sqrt"}
+    {
+        "abs",
+        "acosh",
+        "cosh",
+        "erfc",
+        "exp",
+        "exp2",
+        "logistic",
+        "rsqrt",
+        "sqrt",
+        "square",
+    }
 )
 # So are these, of values that are.
 _OF_SUCH = COPIES | {
@@ -46,22 +59,26 @@ def nonnegative(graph: Graph) -> set[int]:
 
 
 def _is_nonnegative(node: Node, known: set[int]) -> bool:
-    numbers = [bool(np.all(x >= 0)) for x in node.literals.values()]
-    name = node.name
-    if name in _ALWAYS or name == "square":
+    name, inputs = node.name, node.inputs
+    if name in _ALWAYS:
         return True
+    if name in _OF_SUCH:
+        if inputs and all(v.node in known for v in inputs):
+            return all(map(_is_positive, node.literals.values()))
+        return name == "mul" and len(inputs) == 2 and _is_square(*inputs)
     if name == "integer_pow":
         return bool(node.eqn.params["y"] % 2 == 0)
-    if name == "mul" and len(node.inputs) == 2:
-        first, second = node.inputs
-        if first.node >= 0 and (first.node, first.result) == (
-            second.node,
-            second.result,
-        ):
-            return True
     if name == "max":
-        return any(numbers) or any(v.node in known for v in node.inputs)
-    if name == "clamp":  # its smallest value comes first
-        return 0 in node.literals and bool(np.all(node.literals[0] >= 0))
-    of_such = all(v.node in known for v in node.inputs) and all(numbers)
-    return name in _OF_SUCH and bool(node.inputs) and of_such
+        of_number = any(map(_is_positive, node.literals.values()))
+        return of_number or any(v.node in known for v in inputs)
+    # Its smallest value comes first.
+    return name == "clamp" and 0 in node.literals and _is_positive(node.literals[0])
+
+
+def _is_square(first: Value, second: Value) -> bool:
+    same = (first.node, first.result) == (second.node, second.result)
+    return same and first.node >= 0
+
+
+def _is_positive(number: Any) -> bool:
+    return bool(np.all(number >= 0))

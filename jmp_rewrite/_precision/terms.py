@@ -93,6 +93,19 @@ def between_cotangents(node: Node, graph: Graph, ends: set[int]) -> set[int]:
     return found
 
 
+def turned_cotangents(graph: Graph) -> set[int]:
+    """Returns the cotangents that are linear in the negative of another one."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if is_backward(node) and (node.name in _LINEAR or node.name == "neg"):
+            turns = node.name in ("neg", "sub") or any(
+                np.any(x < 0) for x in node.literals.values()
+            )
+            if turns or any(v.node in found for v in node.inputs):
+                found.add(node.index)
+    return found
+
+
 def _shares(value: Value, graph: Graph, ends: set[int]) -> dict[int, int]:
     """Returns the cotangents that a value is linear in, up to an end, and their signs.
 
