@@ -23,9 +23,10 @@ def round_last_gradients(editor: Editor) -> None:
     a neural ODE's gradients were off by 10.6 epsilons in place of 0.8. A decomposition
     (a preconditioner's) multiplies an error, so what it reads is none. Nor is the
     gradient of a weight that is computed, as a softmax of parameters: the derivative of
-    that takes off what is common to all of a row, 30 times what is left. If the result
-    is transposed where it is read, the operands change places, or it is transposed
-    before it is widened: XLA:GPU folds no transpose into a product behind a cast.
+    that takes off what is common to all of a row, 30 times what is left. What leads to
+    a scatter is no weight's, but an embedding's. If the result is transposed where it
+    is read, the operands change places, or it is transposed before it is widened:
+    XLA:GPU folds no transpose into a product behind a cast.
 
     On one NVIDIA GPU: several add up what each of them computes, in float32. In whole
     train steps, in bfloat16: a sum may be too large for float16.
@@ -38,16 +39,12 @@ def round_last_gradients(editor: Editor) -> None:
     half = [(b, e) for b, _, e in products if is_half_product(e, editor.half)]
     read = [(b, v) for b, e in half for v in e.invars[:2]]
     read += [(b, v) for b, _, e in editor.find(*DECOMPOSITIONS) for v in e.invars]
-    read += [
-        (b, v)
-        for b, i, e in editor.find("div", "mul")
-        if editor.is_backward(b, i) and all(map(_is_array, e.invars))
-        for v in e.invars
-    ]
-    leads = feeding(read)
+    leads, computed, looked_up = feeding(read), _computed(editor), _looked_up(editor)
     for body, index, eqn in products:
         (out,) = eqn.outvars
-        is_last = is_half_product(eqn, editor.half) and (body, out) not in leads
+        key = body, out
+        is_last = is_half_product(eqn, editor.half) and key not in leads
+        is_last &= key not in computed or key in looked_up
         if eqn.primitive.name != "dot_general" or not is_last or not is_float32(out):
             continue
         if not editor.is_backward(body, index):
@@ -68,8 +65,28 @@ def round_last_gradients(editor: Editor) -> None:
         editor.read_instead(body, var, rounded)
 
 
+def _computed(editor: Editor) -> set[tuple[Body, Any]]:
+    """Returns the values that a backward pass multiplies by arrays."""
+    return feeding(
+        (body, atom)
+        for body, index, eqn in editor.find("div", "mul")
+        if editor.is_backward(body, index) and all(map(_is_array, eqn.invars))
+        for atom in eqn.invars
+    )
+
+
+def _looked_up(editor: Editor) -> set[tuple[Body, Any]]:
+    """Returns the values that lead to a scatter without a product between."""
+    scattered = editor.find("scatter-add")
+    return feeding(((b, v) for b, _, e in scattered for v in e.invars), _is_other)
+
+
 def _is_array(atom: Any) -> bool:
     return bool(atom.aval.shape)
+
+
+def _is_other(body: Body, index: int) -> bool:
+    return body.eqns[index].primitive.name not in PRODUCTS
 
 
 def _last(body: Body, index: int, var: Any) -> tuple[int, Any, tuple[int, ...]]:
