@@ -527,6 +527,36 @@ def bipolar(ws, x):
     return (s - 0.5) * 2, (2 * s - 1) * (s + 1)
 
 
+def similarity(w, x, seen):
+    """Structural similarity in windows, whose sums ask for the highest precision."""
+    window = np.full((5, 1, 1), 0.2, "f4")
+
+    def mean(y):
+        dims = ("NWC", "WIO", "NWC")
+        highest = lax.Precision.HIGHEST
+        return lax.conv_general_dilated(
+            y[..., None],
+            window,
+            (1,),
+            "VALID",
+            dimension_numbers=dims,
+            precision=highest,
+        )[..., 0]
+
+    y = jax.nn.sigmoid(jnp.tanh(x @ w[0]) @ w[1] + w[2])
+    a, b = mean(y), mean(seen)
+    spread = mean(y * y) - a * a + mean(seen * seen) - b * b
+    shared = mean(y * seen) - a * b
+    alike = (2 * a * b + 1e-4) * (2 * shared + 9e-4)
+    return 1 - (alike / ((a * a + b * b + 1e-4) * (spread + 9e-4))).mean()
+
+
+def similarity_args(rng):
+    w = normal(rng, 8, 32, scale=0.4), normal(rng, 32, 64, scale=0.1)
+    w += (normal(rng, 64, scale=0.1),)
+    return w, normal(rng, 16, 8), rng.uniform(0.4, 0.6, (16, 64)).astype("f4")
+
+
 def _x(scale: float = 1.0, mean: float = 0.0, shape: Any = (32, 8)) -> Any:
     return lambda rng: (normal(rng, *shape, scale=scale, mean=mean),)
 
@@ -599,6 +629,7 @@ CASES = [
     ),
     Case("11_certainty", certainty, lambda r: (network_args(r)[0][:4], *_x()(r))),
     Case("11_bipolar", bipolar, lambda r: (network_args(r)[0][:4], *_x()(r))),
+    Case("11_similarity", similarity, similarity_args),
     Case("11_merged", merged, merged_args),
     Case(
         "11_stationary_trained",

@@ -55,7 +55,7 @@ def differences(
       made: the nodes that have a matrix multiplication upstream.
       small: statistics, which a normalization subtracts from what they are of.
     """
-    promoted, offset = promoted_nodes(graph, made), _holds_offset(graph, made)
+    promoted, offset = promoted_nodes(graph, made, products), _holds_offset(graph, made)
     turned = turned_cotangents(graph)
     in_layers, positive = _in_layers(graph, products), nonnegative(graph)
     found: dict[int, int] = {}
@@ -64,13 +64,13 @@ def differences(
             if _normalizes(node, graph, small):
                 continue
         elif is_backward(node) and _projects(node, graph):
-            follow_back(node, promoted, graph, found)
+            follow_back(node, promoted, graph, found, products)
             continue
         if node.name == "log":
-            follow_back(node, promoted, graph, found, near=True)
+            follow_back(node, promoted, graph, found, products, near=True)
         elif _adds_number(node, positive):
             if _is_read_relatively(node, graph, products, made):
-                follow_back(node, promoted, graph, found)
+                follow_back(node, promoted, graph, found, products)
         elif _is_difference(node, graph):
             exact = [v for v in node.inputs if is_exact(v, graph, made)]
             known = bool(exact) or any(node.literals.values())
@@ -78,15 +78,17 @@ def differences(
             if not beside and any(map(np.any, node.literals.values())):
                 beside = _is_read_relatively(node, graph, products, made)
             if _cancels(node, promoted, beside):
-                follow_back(node, promoted, graph, found, near=bool(exact))
+                follow_back(node, promoted, graph, found, products, near=bool(exact))
             if _cancels(node, offset, known):
-                follow_back(node, offset, graph, found)
+                follow_back(node, offset, graph, found, products)
             if len(node.inputs) == 2:
-                follow_back(node, on_the_way_to_shared(node, graph), graph, found)
+                follow_back(
+                    node, on_the_way_to_shared(node, graph), graph, found, products
+                )
         if node.index in turned and node.name in SUMS and len(node.inputs) == 2:
-            ends = small if node.index in in_layers else set[int]()
-            between = between_cotangents(node, graph, ends) & promoted
-            follow_back(node, between, graph, found)
+            ends = products | small if node.index in in_layers else products
+            turns = between_cotangents(node, graph, ends) & promoted
+            found |= {n: node.index for n in turns if n not in found}
     return found
 
 

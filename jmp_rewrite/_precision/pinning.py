@@ -127,7 +127,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     ends = state | {n.index for n in graph.nodes if _is_number(n)}
     useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
     useful |= loops.cotangents_into_loops(graph, products, state)
-    sums = summed_gradients(graph, made, useful)
+    sums = summed_gradients(graph, made, useful, products)
     cotangents = {n: sums[n] for n in sums.keys() - products}
     _pin_all(pins, dict.fromkeys(cotangents, SUMMED), cotangents)
     pins.rounds_after = (pins.rounds_after & useful) - state

@@ -53,7 +53,9 @@ def sums_with_exact(
     return set(found)
 
 
-def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int, int]:
+def summed_gradients(
+    graph: Graph, made: set[int], useful: set[int], products: set[int]
+) -> dict[int, int]:
     """Returns the cotangents that a gradient is a sum of, and that sum.
 
     A gradient is what the backward pass returns, or hands on to an optimizer. Its terms
@@ -66,10 +68,11 @@ def summed_gradients(graph: Graph, made: set[int], useful: set[int]) -> dict[int
       graph: the program.
       made: the nodes that have a matrix multiplication upstream.
       useful: the nodes that lead to a matrix multiplication.
+      products: the matrix multiplications of half operands.
     """
     found: dict[int, int] = {}
-    ends = {n.index for n in graph.nodes if n.name in SUMS} & useful
-    promoted = promoted_nodes(graph, made)
+    ends = {n.index for n in graph.nodes if n.name in SUMS} & useful | products
+    promoted = promoted_nodes(graph, made, products)
     gradients = {v.node for v in graph.results}
     for node in reversed(graph.nodes):
         if not is_backward(node):
@@ -108,7 +111,7 @@ def follow_back(
     among: set[int],
     graph: Graph,
     found: dict[int, int],
-    ends: AbstractSet[int] = frozenset(),
+    ends: AbstractSet[int],
     near: bool = False,
 ) -> None:
     """Adds the nodes among these that lead to a difference without a product between.
@@ -118,8 +121,8 @@ def follow_back(
       among: the nodes.
       graph: the program.
       found: is added to.
-      ends: nodes that nothing is followed through, as are products and what an
-        iteration receives: parameters are carried through loops as well.
+      ends: nodes that nothing is followed through, as is what an iteration receives:
+        parameters are carried through loops as well.
       near: whether nothing is followed through a reduction: over the many terms of one
         roundings average out.
     """
@@ -132,11 +135,11 @@ def follow_back(
             if not near or _is_near(value, node):
                 found[source] = node.index
                 before = graph.nodes[source]
-                if source not in ends and before.name not in PRODUCTS | {"carry_in"}:
+                if source not in ends and before.name != "carry_in":
                     stack.append(before)
 
 
-def promoted_nodes(graph: Graph, made: set[int]) -> set[int]:
+def promoted_nodes(graph: Graph, made: set[int], products: set[int]) -> set[int]:
     """Returns the made nodes that are float32 by JAX's promotion, as by hand.
 
     An exact array stands beside the half result of a matrix multiplication in what they
@@ -144,7 +147,7 @@ def promoted_nodes(graph: Graph, made: set[int]) -> set[int]:
     """
     promoted: set[int] = set()
     for node in graph.nodes:
-        if node.index not in made or not node.avals or node.name in PRODUCTS:
+        if node.index not in made or not node.avals or node.index in products:
             continue
         sources = [v.node for v in node.inputs if v.aval.shape]
         if any(n not in made or n in promoted for n in sources):

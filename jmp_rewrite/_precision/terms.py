@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Set as AbstractSet
 
 import numpy as np
 
 from jmp_rewrite._graph import Graph, Node, Value, is_backward
 from jmp_rewrite._precision.origins import MOVES
+from jmp_rewrite._rules import PRODUCTS
 
 # A sum with an exact value still holds it behind these.
 KEEPS_OFFSET = MOVES | {
@@ -32,9 +34,10 @@ CARRIES = frozenset({"carry_in", "join"})
 SCALES = (MOVES - CARRIES - {"split"}) | {"div", "mul", "neg"}
 # A sum of more values is followed no further back.
 MOST_TERMS = 64
-# Linear in a cotangent, and no part of it; a product is in the factor that is one.
-_PARTS_OF_ONE = {"dynamic_slice", "slice", "split"}
-_LINEAR = (KEEPS_OFFSET | SUMS | {"div", "mul", "scatter-add"}) - _PARTS_OF_ONE
+# Linear in a cotangent; a product is in the factor that is one.
+_FACTORS = PRODUCTS | {"div", "mul"}
+_SLICES = frozenset({"slice", "split"})
+_LINEAR = (KEEPS_OFFSET | SUMS | _FACTORS | {"scatter-add"}) - {"dynamic_slice"}
 
 
 def on_the_way_to_shared(node: Node, graph: Graph) -> set[int]:
@@ -83,13 +86,12 @@ def between_cotangents(node: Node, graph: Graph, ends: set[int]) -> set[int]:
     """
     first, second = (_shares(v, graph, ends) for v in node.inputs)
     turn = 1 if node.name == "sub" else -1
-    shared = {n for n, sign in first.items() if second.get(n) == turn * sign}
+    shared = {x[0] for x, sign in first.items() if second.get(x) == turn * sign}
     found: set[int] = set()
-    for index in sorted(first.keys() | second.keys()):
-        if index not in shared:
-            reads = {v.node for v in graph.nodes[index].inputs}
-            if not reads.isdisjoint(found | shared):
-                found.add(index)
+    for index in sorted({x[0] for x in (*first, *second)} - shared):
+        reads = {v.node for v in graph.nodes[index].inputs}
+        if not reads.isdisjoint(found | shared):
+            found.add(index)
     return found
 
 
@@ -106,34 +108,45 @@ def turned_cotangents(graph: Graph) -> set[int]:
     return found
 
 
-def _shares(value: Value, graph: Graph, ends: set[int]) -> dict[int, int]:
+def _shares(
+    value: Value, graph: Graph, ends: set[int]
+) -> dict[tuple[int, int, tuple[Hashable, ...]], int]:
     """Returns the cotangents that a value is linear in, up to an end, and their signs.
 
-    Those of what they are multiplied by in the forward pass are not known.
+    Each is a node and which of its results, and the slices that were taken of it since.
+    The signs of what it is multiplied by in the forward pass are not known.
     """
     nodes = graph.nodes
-    found: dict[int, int] = {}
-    stack = [(value.node, 1)]
+    found: dict[tuple[int, int, tuple[Hashable, ...]], int] = {}
+    stack: list[tuple[Value, int, tuple[Hashable, ...]]] = [(value, 1, ())]
     while stack and len(found) < MOST_TERMS:
-        index, sign = stack.pop()
-        if index in found or index < 0 or index in ends:
+        read, sign, part = stack.pop()
+        key = read.node, read.result, part
+        if key in found or read.node < 0 or read.node in ends:
             continue
-        node = nodes[index]
-        if not is_backward(node) or len(node.avals) > 1:
+        node = nodes[read.node]
+        if not is_backward(node):
             continue
-        found[index] = sign
-        reads = [v.node for v in node.inputs if v.node >= 0]
-        reads = [n for n in reads if is_backward(nodes[n])]
-        if node.name not in _LINEAR or (node.name in ("mul", "div") and len(reads) > 1):
+        found[key] = sign
+        reads = [v for v in node.inputs if _is_cotangent(v, graph)]
+        if node.name not in _LINEAR or (node.name in _FACTORS and len(reads) > 1):
             continue
         is_factor = any(np.any(x < 0) for x in node.literals.values())
         if node.name == "neg" or (node.name in ("mul", "div") and is_factor):
             sign = -sign
-        for n in reads:
-            is_taken = node.name == "sub" and n == node.inputs[-1].node
+        if node.name in _SLICES:
+            part = (*part, (str(node.eqn.params), read.result))
+        for v in reads:
+            is_taken = node.name == "sub" and v.node == node.inputs[-1].node
             is_taken &= len(reads) > 1 or 0 in node.literals
-            stack.append((n, -sign if is_taken else sign))
+            stack.append((v, -sign if is_taken else sign, part))
     return found
+
+
+def _is_cotangent(value: Value, graph: Graph) -> bool:
+    """Whether a backward pass makes a value; it moves some of the forward pass, too."""
+    node = source_of(value, graph).node
+    return node >= 0 and is_backward(graph.nodes[node])
 
 
 def source_of(
