@@ -38,7 +38,11 @@ _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 
 
 def differences(
-    graph: Graph, products: set[int], made: set[int], small: set[int]
+    graph: Graph,
+    products: set[int],
+    made: set[int],
+    small: set[int],
+    ends: set[int],
 ) -> dict[int, int]:
     """Returns the nodes that a difference reads unrounded, and that difference.
 
@@ -54,7 +58,9 @@ def differences(
       products: the matrix multiplications of half operands.
       made: the nodes that have a matrix multiplication upstream.
       small: statistics, which a normalization subtracts from what they are of.
+      ends: gradients that an update reads, through which nothing is followed.
     """
+    ends = ends | products
     promoted, offset = promoted_nodes(graph, made, products), _holds_offset(graph, made)
     turned = turned_cotangents(graph)
     in_layers, positive = _in_layers(graph, products), nonnegative(graph)
@@ -64,13 +70,13 @@ def differences(
             if _normalizes(node, graph, small):
                 continue
         elif is_backward(node) and _projects(node, graph):
-            follow_back(node, promoted, graph, found, products)
+            follow_back(node, promoted, graph, found, ends)
             continue
         if node.name == "log":
-            follow_back(node, promoted, graph, found, products, near=True)
+            follow_back(node, promoted, graph, found, ends, near=True)
         elif _adds_number(node, positive):
             if _is_read_relatively(node, graph, products, made):
-                follow_back(node, promoted, graph, found, products)
+                follow_back(node, promoted, graph, found, ends)
         elif _is_difference(node, graph):
             exact = [v for v in node.inputs if is_exact(v, graph, made)]
             known = bool(exact) or any(node.literals.values())
@@ -78,16 +84,14 @@ def differences(
             if not beside and any(map(np.any, node.literals.values())):
                 beside = _is_read_relatively(node, graph, products, made)
             if _cancels(node, promoted, beside):
-                follow_back(node, promoted, graph, found, products, near=bool(exact))
+                follow_back(node, promoted, graph, found, ends, near=bool(exact))
             if _cancels(node, offset, known):
-                follow_back(node, offset, graph, found, products)
+                follow_back(node, offset, graph, found, ends)
             if len(node.inputs) == 2:
-                follow_back(
-                    node, on_the_way_to_shared(node, graph), graph, found, products
-                )
+                follow_back(node, on_the_way_to_shared(node, graph), graph, found, ends)
         if node.index in turned and node.name in SUMS and len(node.inputs) == 2:
-            ends = products | small if node.index in in_layers else products
-            turns = between_cotangents(node, graph, ends) & promoted
+            stops = products | small if node.index in in_layers else products
+            turns = between_cotangents(node, graph, stops) & promoted
             found |= {n: node.index for n in turns if n not in found}
     return found
 

@@ -77,6 +77,22 @@ def leads_to_product(
     return found
 
 
+def gradients(graph: Graph, products: set[int]) -> set[int]:
+    """Returns what a backward pass hands to code that leads to no product: an update.
+
+    A gradient is a float32 sum. What an optimizer asks of it asks nothing of its terms.
+    """
+    nodes = graph.nodes
+    leads = products | leads_to_product(products, graph.predecessors(), lambda n: False)
+    return {
+        value.node
+        for node in nodes
+        if node.index not in leads and not is_backward(node)
+        for value in node.inputs
+        if value.node >= 0 and is_backward(nodes[value.node])
+    }
+
+
 def up_to_exponents(graph: Graph) -> list[list[int]]:
     """Returns for each node those that it reads, but for what is an exponent.
 

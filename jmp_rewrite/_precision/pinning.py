@@ -171,8 +171,9 @@ def _pin_read_unrounded(
 ) -> None:
     """Pins what is read by code that multiplies an error."""
     layered = nonlinearities(graph, products, made)
-    sharp = read_sharply(graph, products, pins.out_of_range, layered)
-    found = differences(graph, products, made, small)
+    ends = origins.gradients(graph, products)
+    sharp = read_sharply(graph, products, pins.out_of_range, layered, ends)
+    found = differences(graph, products, made, small, ends)
     held = {n: r for n, r in found.items() if n not in sharp}
     blame = {**sharp, **held}
     logs = {n: r for n, r in held.items() if graph.nodes[r].name == "log"}

@@ -25,6 +25,7 @@ def read_sharply(
     products: set[int],
     out_of_range: frozenset[int],
     nonlinearities: AbstractSet[int],
+    ends: AbstractSet[int],
 ) -> dict[int, int]:
     """Returns the nodes that a sharp primitive reads, and which one.
 
@@ -34,6 +35,7 @@ def read_sharply(
       out_of_range: nodes with a number that the compute dtype cannot hold. What is
         multiplied by such a number may be out of its range, too.
       nonlinearities: sharp nodes that are those of layers.
+      ends: gradients that an update reads, which end what is read as well.
     """
     found: dict[int, int] = {}
     powers = _high_powers(graph)
@@ -47,7 +49,7 @@ def read_sharply(
             read = leads_to_product(
                 [node.index],
                 before if is_power else graph.predecessors(),
-                lambda n: n in found or n in products,
+                lambda n: n in found or n in products or n in ends,
             )
             direct = _products_before(graph, [node.index, *read], products)
             for source in (*read, *direct):

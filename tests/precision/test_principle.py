@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import EPS, dtypes_in, dtypes_out, eqns, products, trace, walk
 from jax import lax
@@ -606,3 +607,22 @@ def test_a_product_with_zeros_asks_for_no_exact_weight():
     w, v, xs = (*weights((W, W), (W, W)), jnp.ones((3, 4, W)))
     for product in products(rewritten(rnn, w, v, xs)):
         assert dtypes_in(product)[:2] == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize("name", ["adabelief", "optimistic_gradient_descent"])
+def test_what_an_optimizer_subtracts_asks_nothing_of_layers(name):
+    """A gradient is a float32 sum; its terms are stored as they are for Adam."""
+
+    def kept(tx):
+        def step(params, state, x):
+            loss = lambda p: jnp.mean(jnp.tanh(jnp.tanh(x @ p[0] + p[1]) @ p[2]))  # noqa: E731
+            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        w, v, x = weights((W, W), (W, W), (64, W))
+        params = w, jnp.zeros((1, W)), v
+        args = params, tx.init(params), x
+        return explain(step, "mixed_bfloat16")(*args).residual_bytes
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert kept(getattr(optax, name)(1e-3)) == kept(optax.adam(1e-3))
