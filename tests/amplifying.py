@@ -338,6 +338,12 @@ def network_args(rng):
     return (*ws, normal(rng, 6, 4), normal(rng, 6, 4)), normal(rng, 32, 8)
 
 
+def wide_args(rng):
+    ws = normal(rng, 16, 64, scale=0.25), normal(rng, 64, scale=0.1)
+    ws += normal(rng, 64, 10, scale=0.12), normal(rng, 10, scale=0.1)
+    return ws, normal(rng, 64, 16)
+
+
 def noise_schedule(ws, x, e, t):
     """A diffusion model that learns how much noise to add: sqrt(1 - alpha ** 2)."""
     alpha = jax.nn.sigmoid(jnp.tanh(t @ ws[0] + ws[1]) @ ws[2] + 5 * t + 2)
@@ -424,6 +430,20 @@ def trained(fun):
 
     def of(ws, x):
         return jax.grad(scalar(fun))(ws, x)
+
+    return of
+
+
+def returned(fun):
+    """Returns the gradient of a loss of a function's result, and that result."""
+
+    def of(ws, x):
+        def loss(ws):
+            value = fun(ws, x)
+            of_each = value.reshape(len(x), -1).sum(-1)
+            return jnp.square(3 * of_each - x[:, 0]).mean(), value
+
+        return jax.grad(loss, has_aux=True)(ws)
 
     return of
 
@@ -518,13 +538,13 @@ def stationary(w, x):
 def certainty(ws, x):
     """How far a softmax of near values is from a uniform one."""
     p = jax.nn.softmax(0.3 * network(ws, x))
-    return 1 + (p * jnp.log(p)).sum(-1) / np.log(6).astype("f4")
+    return 1 + (p * jnp.log(p)).sum(-1) / np.log(10).astype("f4")
 
 
 def bipolar(ws, x):
     """Sigmoids near a half, and what is left of them."""
     s = jax.nn.sigmoid(0.1 * network(ws, x))
-    return (s - 0.5) * 2, (2 * s - 1) * (s + 1)
+    return (2 * s - 1) * (s + 1)
 
 
 def similarity(w, x, seen):
@@ -627,8 +647,8 @@ CASES = [
         rendered,
         lambda r: (network_args(r)[0][:4], normal(r, 8, 128, 8)),
     ),
-    Case("11_certainty", certainty, lambda r: (network_args(r)[0][:4], *_x()(r))),
-    Case("11_bipolar", bipolar, lambda r: (network_args(r)[0][:4], *_x()(r))),
+    Case("11_certainty", returned(certainty), wide_args, ()),
+    Case("11_bipolar", returned(bipolar), wide_args, ()),
     Case("11_similarity", similarity, similarity_args),
     Case("11_merged", merged, merged_args),
     Case(
