@@ -59,10 +59,11 @@ def _spread(cell: Cell, eqn: Any) -> Cell:
     is rounded, as it is in front of an explicit broadcast.
     """
     shape = eqn.outvars[0].aval.shape
-    is_smaller = cell.value.shape != shape and cell.value.dtype == FLOAT32
-    if eqn.primitive.name not in _REPEATS or not is_smaller:
+    value = cell.value
+    is_smaller = value.ndim == len(shape) and value.shape != shape
+    if eqn.primitive.name not in _REPEATS or value.dtype != FLOAT32 or not is_smaller:
         return cell
-    return Cell(jax.lax.broadcast_in_dim(cell.value, shape, range(len(shape))))
+    return Cell(jax.lax.broadcast_in_dim(value, shape, range(len(shape))))
 
 
 # Emits an equation that holds jaxprs, from its operands' cells.

@@ -183,6 +183,11 @@ def feeding(
     return {(body, var) for (body, _), seen in found.items() for var in seen}
 
 
+def is_no_product(body: Body, index: int) -> bool:
+    """Whether an equation is no matrix multiplication, which ends what is followed."""
+    return body.eqns[index].primitive.name not in PRODUCTS
+
+
 def _outside(
     body: Body, var: Any, calls: tuple[_Call, ...]
 ) -> Iterator[tuple[Body, Any, tuple[_Call, ...]]]:

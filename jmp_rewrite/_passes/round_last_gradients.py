@@ -10,7 +10,13 @@ from jax import lax
 from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._passes.match import FLOAT32, feeding, is_float32, is_half_product
+from jmp_rewrite._passes.match import (
+    FLOAT32,
+    feeding,
+    is_float32,
+    is_half_product,
+    is_no_product,
+)
 from jmp_rewrite._rules import DECOMPOSITIONS, PRODUCTS
 
 
@@ -78,15 +84,11 @@ def _computed(editor: Editor) -> set[tuple[Body, Any]]:
 def _looked_up(editor: Editor) -> set[tuple[Body, Any]]:
     """Returns the values that lead to a scatter without a product between."""
     scattered = editor.find("scatter-add")
-    return feeding(((b, v) for b, _, e in scattered for v in e.invars), _is_other)
+    return feeding(((b, v) for b, _, e in scattered for v in e.invars), is_no_product)
 
 
 def _is_array(atom: Any) -> bool:
     return bool(atom.aval.shape)
-
-
-def _is_other(body: Body, index: int) -> bool:
-    return body.eqns[index].primitive.name not in PRODUCTS
 
 
 def _last(body: Body, index: int, var: Any) -> tuple[int, Any, tuple[int, ...]]:

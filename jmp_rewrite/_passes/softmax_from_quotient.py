@@ -14,13 +14,14 @@ from jmp_rewrite._passes.match import (
     feeding,
     is_float32,
     is_half_product,
+    is_no_product,
     is_widening,
     uses,
 )
 from jmp_rewrite._passes.program import CASTS
 from jmp_rewrite._passes.read_before_rounding import is_read_widened
 from jmp_rewrite._passes.recompute_activations import half_of, late_reads, origin_of
-from jmp_rewrite._rules import EXACT, PRODUCTS
+from jmp_rewrite._rules import EXACT
 
 
 def softmax_from_quotient(editor: Editor) -> None:
@@ -63,12 +64,9 @@ def softmax_from_quotient(editor: Editor) -> None:
 
 def _is_of_product(body: Body, x: Any) -> bool:
     """Whether a matrix multiplication has made a value."""
-
-    def is_other(body: Body, index: int) -> bool:
-        return body.eqns[index].primitive.name not in PRODUCTS
-
-    makers = ((b, b.maker.get(v, -1)) for b, v in feeding([(body, x)], is_other))
-    return any(index >= 0 and not is_other(b, index) for b, index in makers)
+    made = feeding([(body, x)], is_no_product)
+    makers = ((b, b.maker.get(v, -1)) for b, v in made)
+    return any(index >= 0 and not is_no_product(b, index) for b, index in makers)
 
 
 def quotient_of(editor: Editor, body: Body, index: int) -> Any:

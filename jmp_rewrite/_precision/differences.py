@@ -50,8 +50,10 @@ def differences(
     if a root, a quotient or a layer reads the difference; or one still holds the exact
     value that was added to it, and an exact value or a number is taken off; or both are
     sums of one value and others, which is added with its other sign in a backward pass.
-    A logarithm is a difference as well, of exponents. So is what they are made of, back
-    to the matrix multiplications; beside an exact value, elementwise.
+    A number that is added to what may be negative is such a difference, too, and so is
+    a sum of what a backward pass has made of one cotangent and of its negative. A
+    logarithm is one of exponents. So is what they are made of, back to the matrix
+    multiplications; beside an exact value, elementwise.
 
     Args:
       graph: the program.

@@ -37,7 +37,12 @@ MOST_TERMS = 64
 # Linear in a cotangent; a product is in the factor that is one.
 _FACTORS = PRODUCTS | {"div", "mul"}
 _SLICES = frozenset({"slice", "split"})
-_LINEAR = (KEEPS_OFFSET | SUMS | _FACTORS | {"scatter-add"}) - {"dynamic_slice"}
+_LINEAR = (KEEPS_OFFSET | SUMS | _FACTORS | {"scatter-add"}) - {
+    "clamp",
+    "dynamic_slice",
+    "max",
+    "min",
+}
 
 
 def on_the_way_to_shared(node: Node, graph: Graph) -> set[int]:
@@ -99,7 +104,7 @@ def turned_cotangents(graph: Graph) -> set[int]:
     """Returns the cotangents that are linear in the negative of another one."""
     found: set[int] = set()
     for node in graph.nodes:
-        if is_backward(node) and (node.name in _LINEAR or node.name == "neg"):
+        if is_backward(node) and node.name in _LINEAR:
             turns = node.name in ("neg", "sub") or any(
                 np.any(x < 0) for x in node.literals.values()
             )
