@@ -71,7 +71,8 @@ def summed_gradients(
       products: the matrix multiplications of half operands.
     """
     found: dict[int, int] = {}
-    ends = {n.index for n in graph.nodes if n.name in SUMS} & useful | products
+    sums = (n for n in graph.nodes if n.name in SUMS and not _scales(n, graph))
+    ends = {n.index for n in sums} & useful | products
     promoted = promoted_nodes(graph, made, products)
     gradients = {v.node for v in graph.results}
     for node in reversed(graph.nodes):
@@ -84,6 +85,13 @@ def summed_gradients(
                 follow_back(node, set(terms) | promoted, graph, found, ends, near=True)
                 found.update({n: node.index for n in terms if n not in found})
     return found
+
+
+def _scales(node: Node, graph: Graph) -> bool:
+    """Whether a sum is of a value and a multiple of it: `g + g * tanh(a)`."""
+    read = {v.node for v in node.inputs}
+    multiples = (graph.nodes[n] for n in read if n >= 0 and graph.nodes[n].name == "mul")
+    return any(v.node in read for m in multiples for v in m.inputs)
 
 
 def _summed(node: Node) -> list[int]:
