@@ -90,8 +90,8 @@ def summed_gradients(
 def _scales(node: Node, graph: Graph) -> bool:
     """Whether a sum is of a value and a multiple of it: `g + g * tanh(a)`."""
     read = {v.node for v in node.inputs}
-    multiples = (graph.nodes[n] for n in read if n >= 0 and graph.nodes[n].name == "mul")
-    return any(v.node in read for m in multiples for v in m.inputs)
+    nodes = [graph.nodes[n] for n in read if n >= 0]
+    return any(v.node in read for n in nodes if n.name == "mul" for v in n.inputs)
 
 
 def _summed(node: Node) -> list[int]:
