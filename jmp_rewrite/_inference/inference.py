@@ -36,7 +36,7 @@ from jmp_rewrite._inference.places import (
     result_leaves,
 )
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
-from jmp_rewrite._precision import Plan
+from jmp_rewrite._precision import Plan, lookups
 from jmp_rewrite._source import where
 
 P = ParamSpec("P")
@@ -413,6 +413,8 @@ class _Reasons:
             for n in plan.graph.nodes
             if n.eqn is not None and plan.pins.full[n.index]
         }
+        rows = (plan.graph.nodes[n].inputs[0] for n in lookups(plan.graph))
+        self._tables = {v.argument for v in rows if v.node < 0}
 
     def of(self, leaf: int) -> str:
         """Returns the reason, as a sentence."""
@@ -430,6 +432,8 @@ class _Reasons:
             return "it is returned" + (" by another result" if is_state else "")
         key = (eqn.primitive.name, id(eqn.source_info.traceback))
         why = (self._why.get(key) or "").removeprefix("full: ")
-        return f"{eqn.primitive.name} reads it unrounded at {where(eqn)}" + (
-            f" ({why})" if why else ""
-        )
+        said = f"{eqn.primitive.name} reads it unrounded at {where(eqn)}"
+        said += f" ({why})" if why else ""
+        if leaf in self._tables:
+            said += '; a scope "half" that names it would store it in half'
+        return said

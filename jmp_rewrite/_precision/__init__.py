@@ -3,6 +3,7 @@
 from jmp_rewrite._precision import decide, parameters, pinning
 from jmp_rewrite._precision.cost import ENDS_KERNEL, FLOAT32_BYTES, HALF_BYTES, ONE_LINE
 from jmp_rewrite._precision.decide import Label, Plan
+from jmp_rewrite._precision.origins import lookups
 from jmp_rewrite._precision.parameters import ParameterPath, key_names
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.whole_step import is_unscaled, is_whole_step
@@ -20,6 +21,7 @@ __all__ = [
     "is_unscaled",
     "is_whole_step",
     "key_names",
+    "lookups",
     "parameters",
     "pinning",
 ]

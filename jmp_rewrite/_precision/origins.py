@@ -221,11 +221,19 @@ def tied_lookups(graph: Graph, products: set[int], made: set[int]) -> set[int]:
         if other.node in made and value.node not in made
     }
     return {
+        n
+        for n in lookups(graph, made)
+        if roots.root(graph.nodes[n].inputs[0]) in tables
+    }
+
+
+def lookups(graph: Graph, made: Container[int] = ()) -> set[int]:
+    """Returns the lookups of rows in tables that no matrix multiplication has made."""
+    return {
         node.index
         for node in graph.nodes
         if node.name in _LOOKUPS and node.index not in made and node.inputs
         if len(node.inputs[0].aval.shape) > 1
-        if roots.root(node.inputs[0]) in tables
     }
 
 

@@ -18,7 +18,7 @@ from jax import tree_util
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, Node, Value, is_float32, reached
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._precision.origins import MOVES
+from jmp_rewrite._precision.origins import MOVES, REDUCTIONS
 from jmp_rewrite._rules import PRODUCTS
 
 # What joins values of several origins: one that comes from the parameter is enough.
@@ -110,7 +110,9 @@ def overrides(
             own = {i for i, path in enumerate(arguments) if path and regex.search(path)}
             if own:
                 used.add(pattern)
-                nodes = _Layer(program, own, regex).nodes()
+                # A statistic is small, and much is computed from it.
+                ends = REDUCTIONS if kind == "half" else frozenset()
+                nodes = _Layer(program, own, regex, ends).nodes()
                 found.update(dict.fromkeys(nodes, (pattern, kind)))
     return _without_full_scopes(graph, policy, found), frozenset(used)
 
@@ -219,13 +221,19 @@ class _Layer:
     is an own one of which nothing was repeated: a parameter that was updated by
     its gradient is still the parameter. The parameters *flow* through what combines
     them with other values (a bias, a scale) and what follows from these, up to the
-    next product, or to where it meets values from elsewhere (a residual stream).
+    next product, or to where it meets values from elsewhere (a residual stream), or to
+    a primitive in `ends`.
     """
 
     def __init__(
-        self, program: _Program, arguments: set[int], regex: re.Pattern[str]
+        self,
+        program: _Program,
+        arguments: set[int],
+        regex: re.Pattern[str],
+        ends: frozenset[str] = frozenset(),
     ) -> None:
         self._program = program
+        self._ends = ends
         self._arguments = arguments
         self._regex = regex
         self._own: set[int] = set()
@@ -318,6 +326,8 @@ class _Layer:
         return any(v.aval.shape and self._is_own(v) for v in node.inputs)
 
     def _continues(self, node: Node, flow: set[int]) -> bool:
+        if node.name in self._ends:
+            return False
         if node.index in self._program.after_backward and not node.place.backward:
             return False  # the optimizer
         return all(

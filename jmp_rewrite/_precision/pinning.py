@@ -104,6 +104,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         n.index for n in graph.nodes if n.place.backward and not n.place.recomputed
     }
     lookups = origins.tied_lookups(graph, products, made)
+    lookups |= origins.lookups(graph, made) & pins.forced
     made |= origins.made_by(lookups, graph.nodes, consumers)
     streams = loops.residual_streams(graph, pins.categories, consumers)
     state = train_state.train_state(graph, pins.categories, products, made, streams)

@@ -6,8 +6,11 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
 
-from jmp_rewrite import for_inference
+from jmp_rewrite import Policy, explain, for_inference, mixed_precision
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
 WIDTH, HEADS, LENGTH = 64, 4, 16
@@ -66,6 +69,29 @@ class Llama(nn.Module):
         return dense(100, "head")(nn.RMSNorm(name="norm")(x))
 
 
+class Untied(nn.Module):
+    """An embedding that no head shares, in front of a norm."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(100, WIDTH, name="tokens")(tokens)
+        x = x + nn.Dense(WIDTH)(nn.relu(nn.Dense(WIDTH)(nn.LayerNorm()(x))))
+        return nn.Dense(100)(nn.LayerNorm()(x))
+
+
+class UntiedNNX(nnx.Module):
+    def __init__(self, rngs):
+        self.tokens = nnx.Embed(100, WIDTH, rngs=rngs)
+        self.up, self.down = (nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2))
+        self.head = nnx.Linear(WIDTH, 100, rngs=rngs)
+        self.norm, self.last = (nnx.LayerNorm(WIDTH, rngs=rngs) for _ in range(2))
+
+    def __call__(self, tokens):
+        x = self.tokens(tokens)
+        x = x + self.down(nnx.relu(self.up(self.norm(x))))
+        return self.head(self.last(x))
+
+
 def listed(module):
     """The leaves of a module that stay float32, layers merged, and the reasons."""
     tokens = jnp.zeros((2, LENGTH), jnp.int32)
@@ -93,3 +119,37 @@ def text():
 def test_the_list_in_the_guide_is_the_reports():
     found = DOCUMENT.read_text().partition("<!-- leaves -->\n")[2]
     assert found.partition("\n<!-- leaves: end -->")[0] == text()
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_a_scope_stores_a_table_that_is_looked_up_alone(framework):
+    """By name or by the parameter's path, and to the decorated function's bits.
+
+    The statistics of the norm that reads its rows stay float32.
+    """
+    model, weights = Untied(), 0
+    if framework == "linen":
+        tokens = jnp.arange(LENGTH)[None]
+        weights = model.init(jax.random.key(0), tokens)["params"]
+        apply = lambda w, tokens: model.apply({"params": w}, tokens)  # noqa: E731
+    else:
+        tokens, weights = jnp.arange(LENGTH)[None], UntiedNNX(nnx.Rngs(0))
+        apply = lambda model, tokens: model(tokens)  # noqa: E731
+    policy = Policy("mixed_bfloat16", scopes={"tokens": "half"})
+
+    def dtype_of(serve):
+        (leaf,) = (
+            x for x in serve.report(weights, tokens).leaves if "tokens" in x.path
+        )
+        return leaf.after, leaf.reason
+
+    assert 'a scope "half"' in dtype_of(for_inference(apply, "mixed_bfloat16"))[1]
+    serve = for_inference(apply, policy)
+    assert dtype_of(serve)[0] == "bfloat16"
+    want = jax.jit(mixed_precision(apply, policy))(weights, tokens)
+    for args in (weights, tokens), serve.store(weights, tokens):
+        np.testing.assert_array_equal(jax.jit(serve)(*args), want)
+    report = explain(apply, policy)(weights, tokens)
+    roots = [e for e in report.equations if e.primitive == "rsqrt"]
+    assert len(roots) == 2
+    assert all(e.dtype == "float32" and "statistic" in e.reason for e in roots)
