@@ -4,7 +4,8 @@
         [--targets v5e h200] [--size quick] [--json FILE]
 
 Each is compiled ahead of time, as by `report.cost`: in float32; by hand in bfloat16
-with float32 weights; by hand with bfloat16 weights and caches; and as `for_inference`
+with float32 weights; by hand with bfloat16 weights and caches, GPT-2 with float32
+logits as well, which is what the loss reads of ours; and as `for_inference`
 makes it of the float32 code, with unstored arguments and with stored ones. The last
 line of each table is stored by for_inference / stored by hand.
 
@@ -32,6 +33,7 @@ from jmp_rewrite._cost.devices import target as target_of
 from jmp_rewrite._cost.estimate import estimate
 
 MODES = ("float32", "by hand, float32 weights", "by hand", "unstored", "stored")
+WIDE = "by hand, float32 logits"
 COLUMNS = ("argument_bytes", "temporary_bytes", "bytes_accessed", "estimated_cycles")
 MODELS = ["step", "loop", "gpt2", "vit", "whisper"]
 TOKENS = 64
@@ -82,10 +84,12 @@ def decode_loop(dtype: Any, size: str) -> tuple[Callable[..., Any], Any, Any]:
     return loop, (params, token), {}
 
 
-def forward(model: str, dtype: Any, size: str) -> tuple[Callable[..., Any], Any, Any]:
+def forward(
+    model: str, dtype: Any, size: str, **options: Any
+) -> tuple[Callable[..., Any], Any, Any]:
     """A forward pass: `(params, state, batch) -> loss`."""
     module = models.load(model)
-    workload = module.make(dtype, getattr(module, size.upper()))
+    workload = module.make(dtype, getattr(module, size.upper()), **options)
     params, _, state, batch = workload.arguments()
 
     def score(params: Any, state: Any, batch: Any) -> Any:
@@ -106,7 +110,9 @@ def made(model: str, mode: str, size: str) -> tuple[Callable[..., Any], Any]:
     dtype = jnp.bfloat16 if mode.startswith("by hand") else jnp.float32
     fun, args, options = subject(model, dtype, size)
     own = subject(model, jnp.float32, size)[1]
-    if mode == "by hand":
+    if mode == WIDE:
+        fun, args, _ = forward(model, dtype, size, logits=jnp.float32)
+    if mode in ("by hand", WIDE):
         return fun, (in_half(args[0]), *args[1:])
     if mode.startswith("by hand"):
         return fun, (own[0], *args[1:])
@@ -132,15 +138,17 @@ def measure(model: str, mode: str, target: str, size: str) -> dict[str, Any]:
 def shown(rows: dict[str, dict[str, Any]]) -> str:
     """A table of all modes, and the ratios of what is stored to by hand."""
     names = [*COLUMNS, "bytes_written"]
-    lines = [f"{'':26}" + "".join(f"{n.replace('_', ' '):>18}" for n in names)]
+    lines = [f"{'':34}" + "".join(f"{n.replace('_', ' '):>18}" for n in names)]
     for mode, row in rows.items():
         cells = ["-" if row[n] is None else f"{row[n] / 1e6:,.1f} M" for n in names]
-        lines.append(f"{mode:26}" + "".join(f"{c:>18}" for c in cells))
-    ratios = []
-    for name in names:
-        ours, by_hand = rows["stored"][name], rows["by hand"][name]
-        ratios.append(f"{ours / by_hand:.2f}" if ours and by_hand else "-")
-    lines.append(f"{'stored / by hand':26}" + "".join(f"{r:>18}" for r in ratios))
+        lines.append(f"{mode:34}" + "".join(f"{c:>18}" for c in cells))
+    for other in (m for m in ("by hand", WIDE) if m in rows):
+        ratios = []
+        for name in names:
+            ours, by_hand = rows["stored"][name], rows[other][name]
+            ratios.append(f"{ours / by_hand:.2f}" if ours and by_hand else "-")
+        cells = "".join(f"{r:>18}" for r in ratios)
+        lines.append(f"{'stored / ' + other:34}" + cells)
     return "\n".join(lines)
 
 
@@ -155,7 +163,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     for model in options.models:
         for target in options.targets:
-            rows = {m: measure(model, m, target, options.size) for m in MODES}
+            modes = (*MODES, WIDE) if model == "gpt2" else MODES
+            rows = {m: measure(model, m, target, options.size) for m in modes}
             results[f"{model} on {target}"] = rows
             print(f"{model} on {devices.TARGETS[target]}, {options.size}")
             print(shown(rows), end="\n\n", flush=True)

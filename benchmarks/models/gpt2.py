@@ -67,10 +67,11 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The language model."""
+    """The language model; `logits` is their dtype, `dtype` if it is None."""
 
     size: Size
     dtype: Any
+    logits: Any = None
 
     @nn.compact
     def __call__(self, tokens):
@@ -81,12 +82,15 @@ class GPT2(nn.Module):
         for i in range(size.layers):
             x = Block(size, self.dtype, name=f"block{i}")(x)
         x = nn.LayerNorm(dtype=self.dtype, name="norm")(x)
-        return embed.attend(x)
+        if self.logits is None:
+            return embed.attend(x)
+        table = embed.embedding.astype(self.dtype)
+        return jnp.einsum("bld,vd->blv", x, table, preferred_element_type=self.logits)
 
 
-def make(dtype: Any, size: Size = FULL) -> Workload:
-    """The workload; by hand, `dtype` is the half dtype."""
-    model = GPT2(size, dtype)
+def make(dtype: Any, size: Size = FULL, logits: Any = None) -> Workload:
+    """The workload; by hand, `dtype` is the half dtype, perhaps not of the logits."""
+    model = GPT2(size, dtype, logits)
 
     def init(key):
         return model.init(key, jnp.zeros((1, size.length), jnp.int32))["params"], ()
