@@ -577,6 +577,29 @@ def similarity_args(rng):
     return w, normal(rng, 16, 8), rng.uniform(0.4, 0.6, (16, 64)).astype("f4")
 
 
+# ---- 12. what the loss itself takes off, beside layers that read the same values
+
+
+def near_uniform(ws, x):
+    """A discrete code whose divergence from a uniform one is small, and its decoder."""
+    logs = jax.nn.log_softmax(0.05 * network(ws, x).reshape(-1, 2, 5))
+    p = jnp.exp(logs)
+    divergence = (p * (logs + np.log(5).astype("f4"))).sum((-1, -2))
+    decoded = jnp.tanh(p.reshape(-1, 10) @ ws[4]) @ ws[5]
+    return 1000 * divergence.mean() + jnp.square(decoded - x).mean()
+
+
+def near_uniform_args(rng):
+    ws, x = wide_args(rng)
+    return (*ws, normal(rng, 10, 32, scale=0.3), normal(rng, 32, 16, scale=0.2)), x
+
+
+def from_a_grid(ws, x):
+    """How far exponentials near one are from numbers near one."""
+    grid = np.linspace(0.99, 1.01, 10, dtype="f4")
+    return grid - jnp.exp(0.1 * network(ws, x))
+
+
 def _x(scale: float = 1.0, mean: float = 0.0, shape: Any = (32, 8)) -> Any:
     return lambda rng: (normal(rng, *shape, scale=scale, mean=mean),)
 
@@ -657,6 +680,9 @@ CASES = [
         lambda r: (normal(r, 32, 32), normal(r, 8, 32, mean=3)),
         (),
     ),
+    # Decorated before it is differentiated, it is five times as far off as by hand.
+    Case("12_near_uniform_trained", trained(near_uniform), near_uniform_args, ()),
+    Case("12_from_a_grid", returned(from_a_grid), wide_args, ()),
 ]
 
 

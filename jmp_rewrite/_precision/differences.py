@@ -66,25 +66,30 @@ def differences(
     promoted, offset = promoted_nodes(graph, made, products), _holds_offset(graph, made)
     turned = turned_cotangents(graph)
     in_layers, positive = _in_layers(graph, products), nonnegative(graph)
+    loss = _read_by_results(graph) - in_layers
     found: dict[int, int] = {}
     for node in sorted(graph.nodes, key=lambda n: n.name != "log"):
+        in_loss = node.index in loss
+        projects = is_backward(node) and _projects(node, graph)
         if node.index in in_layers:
+            if projects and _has_term_outside(node, graph, in_layers, made):
+                follow_back(node, promoted, graph, found, ends)
             if _normalizes(node, graph, small):
                 continue
-        elif is_backward(node) and _projects(node, graph):
+        elif projects:
             follow_back(node, promoted, graph, found, ends)
             continue
         if node.name == "log":
             follow_back(node, promoted, graph, found, ends, near=True)
         elif _adds_number(node, positive):
-            if _is_read_relatively(node, graph, products, made):
+            if in_loss or _is_read_relatively(node, graph, products, made):
                 follow_back(node, promoted, graph, found, ends)
         elif _is_difference(node, graph):
             exact = [v for v in node.inputs if is_exact(v, graph, made)]
             known = bool(exact) or any(node.literals.values())
             beside = any(v.made_of_data for v in exact)
-            if not beside and any(map(np.any, node.literals.values())):
-                beside = _is_read_relatively(node, graph, products, made)
+            if not beside and (exact or any(map(np.any, node.literals.values()))):
+                beside = in_loss or _is_read_relatively(node, graph, products, made)
             if _cancels(node, promoted, beside):
                 follow_back(node, promoted, graph, found, ends, near=bool(exact))
             if _cancels(node, offset, known):
@@ -107,6 +112,33 @@ def _projects(node: Node, graph: Graph) -> bool:
         return False
     first, second = (v.node for v in node.inputs)
     return is_made_of(first, second, graph) or is_made_of(second, first, graph)
+
+
+def _read_by_results(graph: Graph) -> set[int]:
+    """Returns the nodes of the forward pass that lead to a result without a backward."""
+    nodes = graph.nodes
+    results = {v.node for v in graph.results if v.node >= 0}
+    results = {n for n in results if not is_backward(nodes[n])}
+    before = graph.predecessors()
+    return results | leads_to_product(results, before, lambda n: is_backward(nodes[n]))
+
+
+def _has_term_outside(
+    node: Node, graph: Graph, in_layers: set[int], made: set[int]
+) -> bool:
+    """Whether a cotangent that is projected holds one that the loss alone has made."""
+    stack, seen = [v.node for v in node.inputs], set()
+    while stack:
+        index = stack.pop()
+        if index in seen or index not in made or not is_backward(graph.nodes[index]):
+            continue
+        seen.add(index)
+        inputs = graph.nodes[index].inputs
+        if index not in in_layers and inputs:
+            return True
+        if graph.nodes[index].name in SUMS | VIEWS:
+            stack += [v.node for v in inputs]
+    return False
 
 
 def _in_layers(graph: Graph, products: set[int]) -> set[int]:
