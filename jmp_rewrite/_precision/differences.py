@@ -19,6 +19,7 @@ from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
     CARRIES,
     KEEPS_OFFSET,
+    MOST_TERMS,
     SCALES,
     SUMS,
     VIEWS,
@@ -70,13 +71,14 @@ def differences(
     found: dict[int, int] = {}
     for node in sorted(graph.nodes, key=lambda n: n.name != "log"):
         in_loss = node.index in loss
-        projects = is_backward(node) and _projects(node, graph)
         if node.index in in_layers:
-            if projects and _has_term_outside(node, graph, in_layers, made):
-                follow_back(node, promoted, graph, found, ends)
+            is_sum = is_backward(node) and node.name in SUMS and len(node.inputs) == 2
+            if is_sum and _has_term_outside(node, graph, in_layers, made):
+                if _takes_off_sum(node, graph):
+                    follow_back(node, promoted, graph, found, ends)
             if _normalizes(node, graph, small):
                 continue
-        elif projects:
+        elif is_backward(node) and _projects(node, graph):
             follow_back(node, promoted, graph, found, ends)
             continue
         if node.name == "log":
@@ -114,8 +116,27 @@ def _projects(node: Node, graph: Graph) -> bool:
     return is_made_of(first, second, graph) or is_made_of(second, first, graph)
 
 
+def _takes_off_sum(node: Node, graph: Graph) -> bool:
+    """Whether one of two terms is made of a sum over dimensions of the other one."""
+    first, second = (v.node for v in node.inputs)
+    return _is_sum_of(first, second, graph) or _is_sum_of(second, first, graph)
+
+
+def _is_sum_of(node: int, source: int, graph: Graph) -> bool:
+    """Whether a node is made of a sum over dimensions of another one."""
+    reads = graph.predecessors()
+    found = [node]
+    for index in found:
+        if graph.nodes[index].name == "reduce_sum" and is_made_of(index, source, graph):
+            return True
+        found += [n for n in reads[index] if n not in found and n != source]
+        if len(found) > MOST_TERMS:
+            break
+    return False
+
+
 def _read_by_results(graph: Graph) -> set[int]:
-    """Returns the nodes of the forward pass that lead to a result without a backward."""
+    """Returns what leads to a result through nodes of the forward pass alone."""
     nodes = graph.nodes
     results = {v.node for v in graph.results if v.node >= 0}
     results = {n for n in results if not is_backward(nodes[n])}
@@ -126,7 +147,7 @@ def _read_by_results(graph: Graph) -> set[int]:
 def _has_term_outside(
     node: Node, graph: Graph, in_layers: set[int], made: set[int]
 ) -> bool:
-    """Whether a cotangent that is projected holds one that the loss alone has made."""
+    """Whether a sum of cotangents holds one that the loss alone has made."""
     stack, seen = [v.node for v in node.inputs], set()
     while stack:
         index = stack.pop()
