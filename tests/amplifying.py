@@ -577,6 +577,24 @@ def similarity_args(rng):
     return w, normal(rng, 16, 8), rng.uniform(0.4, 0.6, (16, 64)).astype("f4")
 
 
+def resampled(ws, x, seen, picked):
+    """Particles that a network moves 30 times; after each, some are picked again."""
+    loss = 0.0
+    for now in picked:
+        x = x + 0.1 * (jnp.tanh(x @ ws[0] + ws[1]) @ ws[2] + ws[3])
+        loss += jnp.square(jnp.tanh(x @ ws[4]) @ ws[5] - seen).mean()
+        x = x[now]
+    return loss
+
+
+def resampled_args(rng):
+    ws = normal(rng, 4, 32, scale=0.5), normal(rng, 32, scale=0.1)
+    ws += normal(rng, 32, 4, scale=0.2), normal(rng, 4, scale=0.1)
+    ws += normal(rng, 4, 32, scale=0.5), normal(rng, 32, 4, scale=0.2)
+    x, seen = normal(rng, 128, 4), normal(rng, 128, 4)
+    return ws, x, seen, rng.randint(0, 128, (30, 128))
+
+
 # ---- 12. what the loss itself takes off, beside layers that read the same values
 
 
@@ -587,6 +605,12 @@ def near_uniform(ws, x):
     divergence = (p * (logs + np.log(5).astype("f4"))).sum((-1, -2))
     decoded = jnp.tanh(p.reshape(-1, 10) @ ws[4]) @ ws[5]
     return 1000 * divergence.mean() + jnp.square(decoded - x).mean()
+
+
+def information(ws, x):
+    """A thousand times what a softmax of near values lacks of the largest entropy."""
+    p = jax.nn.softmax(0.05 * network(ws, x))
+    return 1000 * (p * (jnp.log(p) + np.log(10).astype("f4"))).sum(-1).mean()
 
 
 def near_uniform_args(rng):
@@ -680,8 +704,10 @@ CASES = [
         lambda r: (normal(r, 32, 32), normal(r, 8, 32, mean=3)),
         (),
     ),
+    Case("1_resampled", resampled, resampled_args),
     # Decorated before it is differentiated, it is five times as far off as by hand.
     Case("12_near_uniform_trained", trained(near_uniform), near_uniform_args, ()),
+    Case("12_information_trained", trained(information), wide_args, ()),
     Case("12_from_a_grid", returned(from_a_grid), wide_args, ()),
 ]
 

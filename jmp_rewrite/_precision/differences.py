@@ -113,13 +113,33 @@ def _projects(node: Node, graph: Graph) -> bool:
     if node.name not in SUMS or len(node.inputs) != 2:
         return False
     first, second = (v.node for v in node.inputs)
-    return is_made_of(first, second, graph) or is_made_of(second, first, graph)
+    if is_made_of(first, second, graph) or is_made_of(second, first, graph):
+        return True
+    return _takes_off_sum(node, graph)
 
 
 def _takes_off_sum(node: Node, graph: Graph) -> bool:
-    """Whether one of two terms is made of a sum over dimensions of the other one."""
+    """Whether one of two terms is made of a sum over dimensions of the other one.
+
+    Or of what the other one is scaled from, as `g / s` of a softmax that divides by s.
+    """
     first, second = (v.node for v in node.inputs)
-    return _is_sum_of(first, second, graph) or _is_sum_of(second, first, graph)
+    return any(
+        _is_sum_of(a, source, graph)
+        for a, b in ((first, second), (second, first))
+        for source in (b, _unscaled(b, graph))
+    )
+
+
+def _unscaled(index: int, graph: Graph) -> int:
+    """Returns the cotangent of which a node is a multiple."""
+    while graph.nodes[index].name in SCALES:
+        read = {v.node for v in graph.nodes[index].inputs if v.node >= 0}
+        found = [n for n in read if is_backward(graph.nodes[n])]
+        if len(found) != 1:
+            break
+        (index,) = found
+    return index
 
 
 def _is_sum_of(node: int, source: int, graph: Graph) -> bool:

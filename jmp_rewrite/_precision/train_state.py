@@ -33,6 +33,10 @@ _UPDATES = frozenset({"add", "add_any", "div", "mul", "scatter-add", "sub"})
 _UPDATES_FIRST = frozenset({"scatter-add"})
 # A value is still the same one behind these: it is moved, scaled, clipped or chosen.
 _CARRIES = MOVES | {"clamp", "div", "max", "min", "mul", "neg", "select_n"}
+# And behind these, if they have taken as many elements of it as it has.
+_SELECTS = frozenset(
+    {"concatenate", "dynamic_update_slice", "gather", "scatter", "slice", "sort"}
+)
 # A walk that sees more nodes than this ends, and the value counts as state: a program
 # is analysed in a time that grows with its length, not with its square.
 _LONGEST_WALK = 4096
@@ -153,9 +157,12 @@ class _Walk:
         if index not in self._bases:
             node = self._nodes[index]
             self._bases[index] = frozenset({index})  # of a loop
-            if node.name in _CARRIES - {"carry_in", "join"} and node.inputs:
-                size = node.size
-                same = [v for v in node.inputs if v.size == size]
+            whole = self._whole(node)
+            if whole is not None:
+                known = self.bases(whole)
+                self._bases[index] = known | {index} if known else frozenset({index})
+            elif node.name in _CARRIES - {"carry_in", "join"} and node.inputs:
+                same = [v for v in node.inputs if v.size == node.size]
                 found = frozenset().union(*map(self.bases, same))
                 if node.name in _UPDATES:
                     found |= {index}
@@ -163,6 +170,27 @@ class _Walk:
                     found if len(found) <= _MOST_BASES else frozenset({index})
                 )
         return self._bases[index]
+
+    def _whole(self, node: Node) -> Value | None:
+        """Returns the value of the same size of which a node holds the elements.
+
+        They are picked, as by a permutation, or put together from slices, as by a roll;
+        some may be set to others.
+        """
+        if node.name not in _SELECTS or not node.inputs:
+            return None
+        parts = node.inputs if node.name == "concatenate" else node.inputs[:1]
+        origins = []
+        for value in parts:
+            while value.size != node.size and value.node >= 0:
+                part = self._nodes[value.node]
+                if part.name not in _SELECTS - {"concatenate"} or not part.inputs:
+                    break
+                value = part.inputs[0]
+            origins.append(value)
+        one = origins[0]
+        same = all(o.node == one.node and o.argument == one.argument for o in origins)
+        return one if same and one.size == node.size else None
 
     def _update(self, node: Node, base: int, other: int) -> Update | None:
         """Returns the update, if `other` depends on the base through a product."""
@@ -232,7 +260,7 @@ class _Walk:
                 if source < 0 or source in found or source in state:
                     continue
                 node = self._nodes[source]
-                if node.name not in _CARRIES or node.name in MOVES:
+                if node.name not in _CARRIES | _SELECTS:
                     continue
                 if self._bases.get(source, frozenset()) & (state | {-1}):
                     found.add(source)
