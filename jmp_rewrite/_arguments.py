@@ -19,6 +19,7 @@ import jax
 from jax import tree_util
 
 from jmp_rewrite import _compat
+from jmp_rewrite._source import innermost, name_of
 
 
 class Hidden:
@@ -186,20 +187,9 @@ def not_a_function(given: Any) -> str:
     return f"{what}: was the function called? Give the function itself"
 
 
-def name_of(fun: Any) -> str:
-    inner = _innermost(fun)
-    return getattr(inner, "__qualname__", type(inner).__name__)
-
-
-def _innermost(fun: Any) -> Any:
-    while isinstance(fun, functools.partial):
-        fun = fun.func
-    return fun
-
-
 def wraps(fun: Callable[..., Any], wrapped: Callable[..., Any]) -> Callable[..., Any]:
     """`functools.wraps` for anything callable, partial objects and modules too."""
-    inner = _innermost(fun)
+    inner = innermost(fun)
     # What a function carries is copied; the fields of a module are no business here.
     updated = ("__dict__",) if inspect.isfunction(fun) else ()
     functools.update_wrapper(wrapped, inner, updated=updated)

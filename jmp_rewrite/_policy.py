@@ -45,7 +45,8 @@ class Policy:
             `"auto"`, which asks this process's device each time that it is used (see
             `auto_compute_dtype`); a dtype; jmp's form
             `"params=float32,compute=float16,output=float32"`, short `"c=f16"`; or the
-            policy object of another library, `jmp.Policy` or Keras' `DTypePolicy`.
+            policy object of another library, `jmp.Policy` or Keras' `DTypePolicy`. Of
+            a `Policy` it takes what is not given beside it.
         rules: primitive name to `Category` (or its string), overriding the defaults,
             for example `{"exp": "infer"}`. Give your own primitive as a `Primitive`
             object.
@@ -101,6 +102,14 @@ class Policy:
         loss_scale: LossScale | EllipsisType = ...,
         reduce_dtype: str | DTypeLike | None = None,
     ) -> None:
+        if isinstance(compute_dtype, Policy):
+            same = compute_dtype._written
+            rules = rules or same.get("rules", rules)
+            scopes = scopes or same.get("scopes", scopes)
+            if loss_scale is ...:
+                loss_scale = same.get("loss_scale", ...)
+            reduce_dtype = reduce_dtype or same.get("reduce_dtype")
+            compute_dtype = same["compute_dtype"]
         written = as_written(compute_dtype)
         dtype = parse_compute_dtype(written)
         reduced = parse_reduce_dtype(reduce_dtype, dtype)

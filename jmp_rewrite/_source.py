@@ -7,6 +7,7 @@ itself is often a line of Flax or optax; what a reader wants is the line of the 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -14,6 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
+
+# The name scope of the multiplication by the loss scale.
+SCALED = "jmp_rewrite.scale_loss"
 
 # Libraries whose lines say less than those of their callers.
 _LIBRARIES = (
@@ -29,6 +33,42 @@ _LIBRARIES = (
     "keras",
     "optax",
 )
+
+
+def check_kind(fun: Any, by: str) -> None:
+    """Refuses what a call does not run: a generator, a coroutine, a module's class.
+
+    Raises:
+      TypeError: that names it, and what was to be decorated by `by`.
+    """
+    what = ""
+    if inspect.isclass(fun) and any("__call__" in vars(c) for c in fun.__mro__):
+        what = "class, whose objects are called: decorate its method __call__"
+    elif isinstance(fun, staticmethod):
+        what = f"static method: put @staticmethod above @{by}"
+    elif inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
+        what = "generator, which runs after the call: decorate what it calls"
+    elif inspect.iscoroutinefunction(fun):
+        what = "coroutine, which runs after the call: decorate what it calls"
+    if what:
+        raise TypeError(f"{by} expected a function, got {name_of(fun)}, a {what}.")
+
+
+def name_of(fun: Any) -> str:
+    inner = innermost(fun)
+    return getattr(inner, "__qualname__", type(inner).__name__)
+
+
+def innermost(fun: Any) -> Any:
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return fun
+
+
+def is_scaling(eqn: Any) -> bool:
+    """Whether an equation multiplies a cotangent by the loss scale."""
+    elements = _compat.scope_elements(eqn.source_info.name_stack)
+    return any(_compat.is_scope(e) and SCALED in e.name for e in elements)
 
 
 def user_level() -> int:

@@ -6,10 +6,10 @@ What is done to the program stands in `_rewrite`.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType, MethodType
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
@@ -21,7 +21,6 @@ from jmp_rewrite import _collector, _compat, _keras
 from jmp_rewrite._arguments import (
     Static,
     call_of_arrays,
-    name_of,
     not_a_function,
     pure_call,
     wraps,
@@ -31,7 +30,7 @@ from jmp_rewrite._graph import REWRITTEN, Region, region
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import is_unscaled
 from jmp_rewrite._rewrite import decide, decide_traced, run, trace_call
-from jmp_rewrite._source import user_level
+from jmp_rewrite._source import check_kind, name_of, user_level
 from jmp_rewrite._spelling import DTypeLike, PolicyName
 
 _LOGGER = logging.getLogger("jmp_rewrite")
@@ -138,7 +137,7 @@ def mixed_precision(
     if fun is None or _is_policy(fun) or not callable(fun):
         chosen = policy if fun is None else _only_policy(fun, policy)
         return functools.partial(_decorate, chosen, static_argnums, static_argnames)
-    _check_kind(fun)
+    check_kind(fun, "mixed_precision")
     fixed = None if policy is None else as_policy(policy)
     static = Static.of(fun, static_argnums, static_argnames)
     calls = _EagerCalls(fun)
@@ -164,23 +163,6 @@ def mixed_precision(
     _keras.watch(fun, wrapped)
     wrapped.decorated = Decorated(wrapped, fun, fixed, static.hide)  # type: ignore[attr-defined]
     return wrapped
-
-
-def _check_kind(fun: Any) -> None:
-    """Refuses what a call does not run: a generator, a coroutine, a module's class."""
-    what = ""
-    if inspect.isclass(fun) and any("__call__" in vars(c) for c in fun.__mro__):
-        what = "class, whose objects are called: decorate its method __call__"
-    elif isinstance(fun, staticmethod):
-        what = "static method: put @staticmethod above @mixed_precision"
-    elif inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
-        what = "generator, which runs after the call: decorate what it calls"
-    elif inspect.iscoroutinefunction(fun):
-        what = "coroutine, which runs after the call: decorate what it calls"
-    if what:
-        raise TypeError(
-            f"mixed_precision expected a function, got {name_of(fun)}, a {what}."
-        )
 
 
 def _rewritten(
@@ -259,12 +241,28 @@ class Decorated(NamedTuple):
       fun: the function.
       policy: the policy, or None for the default one.
       hide: returns a call's arguments with what is static, or no array, hidden.
+      args: arguments that stand before those of a call: the object of a bound method,
+        and what `functools.partial` was given.
+      named: arguments by name that it was given.
     """
 
     wrapped: Callable[..., Any]
     fun: Callable[..., Any]
     policy: Policy | None
     hide: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    args: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def bound(self) -> Callable[..., Any]:
+        """The function of a call's own arguments."""
+        if not (self.args or self.named):
+            return self.fun
+        return functools.partial(self.fun, *self.args, **self.named)
+
+    def whole(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of `fun` that a call stands for."""
+        return (*self.args, *args), {**self.named, **kwargs}
 
 
 # What `jax.jit`, `equinox.filter_jit` and `flax.nnx.jit` return.
@@ -272,16 +270,27 @@ _JITTED = frozenset({"PjitFunction", "_JitWrapper", "JitWrapped"})
 
 
 def undecorated(fun: Any) -> Decorated:
-    """Returns what `mixed_precision` was given to make `fun`, `jit` aside.
+    """Returns what `mixed_precision` was given to make `fun`.
 
-    Of anything else that is the function itself, without a policy.
+    `jit`, `functools.partial` and the binding of a method are looked through. Of
+    anything else that is the function itself, without a policy.
     """
-    inner = fun
-    while type(inner).__name__ in _JITTED and hasattr(inner, "__wrapped__"):
-        inner = inner.__wrapped__
+    inner: Any = fun
+    args: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    while True:
+        if type(inner).__name__ in _JITTED and hasattr(inner, "__wrapped__"):
+            inner = inner.__wrapped__
+        elif isinstance(inner, MethodType):
+            inner, args = inner.__func__, (inner.__self__, *args)
+        elif isinstance(inner, functools.partial):
+            args, named = (*inner.args, *args), {**inner.keywords, **named}
+            inner = inner.func
+        else:
+            break
     given = getattr(inner, "decorated", None)
     if isinstance(given, Decorated) and given.wrapped is inner:
-        return given
+        return given._replace(args=args, named=named)
     return Decorated(fun, fun, None, lambda args, kwargs: (args, kwargs))
 
 

@@ -199,6 +199,16 @@ def test_replace_changes_what_it_names():
     assert policy.replace(compute_dtype="bfloat16").compute_dtype == "bfloat16"
 
 
+def test_a_policy_of_a_policy_means_the_same():
+    policy = Policy(
+        "mixed_float16", rules={"exp": "infer"}, scopes={"a": "float32"}, loss_scale=2
+    )
+    assert Policy(policy) == policy
+    assert Policy(policy, loss_scale=None) == policy.replace(loss_scale=None)
+    other = Policy(policy, scopes={"b": "half"})
+    assert other == policy.replace(scopes={"b": "half"})
+
+
 def test_frozen():
     policy = Policy("mixed_float16")
     with pytest.raises(dataclasses.FrozenInstanceError, match=r"replace\(loss_scale="):

@@ -19,7 +19,9 @@ from jmp_rewrite import (
     Policy,
     diagnose,
     explain,
+    for_inference,
     full_precision,
+    half_precision,
     mixed_precision,
     mixed_precision_jaxpr,
     set_policy,
@@ -187,8 +189,17 @@ class Called:
     ],
 )
 def test_what_a_call_does_not_run(wrong, what):
-    with pytest.raises(TypeError, match=f"expected a function, got .*{what}"):
-        mixed_precision(wrong, "mixed_bfloat16")
+    """It is refused wherever a function is taken, by name."""
+    for make in (
+        lambda fun: mixed_precision(fun, "mixed_bfloat16"),
+        full_precision,
+        half_precision,
+        explain,
+        diagnose,
+        for_inference,
+    ):
+        with pytest.raises(TypeError, match=f"expected a function, got .*{what}"):
+            make(wrong)
 
 
 def test_jitted_functions():

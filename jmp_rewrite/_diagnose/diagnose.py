@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jmp_rewrite import _compat, _rewrite, _transform
-from jmp_rewrite._arguments import name_of, not_a_function, wraps
+from jmp_rewrite._arguments import not_a_function, wraps
 from jmp_rewrite._diagnose import shadow as _shadow
 from jmp_rewrite._diagnose.blame import Finding, blame
 from jmp_rewrite._diagnose.calls import HANDLERS
@@ -25,6 +25,7 @@ from jmp_rewrite._loss_scaling import find_states
 from jmp_rewrite._passes import resolve
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
+from jmp_rewrite._source import check_kind, name_of
 
 # Rounding noise stays below: in bfloat16 the first step of Adam, which divides each
 # gradient by its own size, is off by 0.12 in a transformer without any fault.
@@ -100,13 +101,15 @@ def diagnose(
             f"diagnose expected a tolerance above 0, or None, got {tolerance!r}."
         )
     inner = _transform.undecorated(fun)
+    check_kind(inner.fun, "diagnose")
     plain = inner.fun
     given = inner.policy if policy is None else as_policy(policy)
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
         _check_arrays((args, kwargs))
         chosen = as_policy(given)
-        traced = _rewrite.trace_types(plain, args, kwargs, inner.hide, chosen)
+        whole = inner.whole(args, kwargs)
+        traced = _rewrite.trace_types(plain, *whole, inner.hide, chosen)
         program = _Program(traced)
         with jax.debug_nans(False), jax.debug_infs(False):
             return _diagnosis(

@@ -191,7 +191,8 @@ class Diagnosis:
     def _vanish(self) -> str:
         """Says whether gradients vanish that a larger scale of the loss would keep."""
         powers = np.flatnonzero(self.gradients) + LOWEST
-        if self.diagnosed.compute_dtype != np.float16 or not len(powers):
+        halves = {f.dtype for f in self.in_order if f.is_half}
+        if "float16" not in halves or not len(powers):
             return ""
         lost = self.gradients[: _SMALLEST - LOWEST].sum() / self.gradients.sum()
         # Those of the scaled loss, the largest of which may go up to 2**15.

@@ -41,6 +41,7 @@ class Facts(NamedTuple):
       rows: of the rewritten program.
       folded: layer -> its name, repeated layers named alike.
       is_unscaled: whether it holds a backward pass, and certainly no loss scale.
+      rewritten: the half dtype of what a `mixed_precision` inside has made; or "".
       left_alone: what is not rewritten, as a sentence each.
       unused_rules: keys of the policy's rules that are in no equation.
       unused_scopes: patterns of the policy that matched nothing.
@@ -52,6 +53,7 @@ class Facts(NamedTuple):
     rows: Sequence[Equation]
     folded: dict[str, str]
     is_unscaled: bool
+    rewritten: str
     left_alone: Sequence[str]
     unused_rules: Sequence[str]
     unused_scopes: Sequence[str]
@@ -61,6 +63,8 @@ class Facts(NamedTuple):
 
 def advice(facts: Facts) -> list[str]:
     """Returns advice as sentences, the most urgent first."""
+    if facts.rewritten:
+        return [s for check in _CHECKS for s in check(facts)]
     if facts.policy.name == "auto" and (why := why_auto_is_float32()):
         return [
             f"{why}: nothing is half. To see what a TPU or a GPU would get: "
@@ -68,26 +72,23 @@ def advice(facts: Facts) -> list[str]:
         ]
     if facts.policy.compute_dtype == "float32":
         return ["The policy is float32, so nothing is half."]
-    checks = (
-        _loss_scale,
-        _hazards,
-        _softmax,
-        _loss,
-        _no_products,
-        _already_half,
-        _full_products,
-        _left_alone,
-        _unused,
-        _small_products,
-        _dimensions,
-        _costs,
-    )
-    return [sentence for check in checks for sentence in check(facts)]
+    return [sentence for check in _CHECKS for sentence in check(facts)]
+
+
+def _rewritten(facts: Facts) -> Iterator[str]:
+    if facts.rewritten:
+        yield (
+            "A mixed_precision inside has rewritten a part of this already, to "
+            f"{facts.rewritten}: its equations are shown as they are, and the policy, "
+            "casts and what was stored before are not theirs. Explain the decorated "
+            "function by itself, or decorate the whole step."
+        )
 
 
 def _loss_scale(facts: Facts) -> Iterator[str]:
-    is_half = facts.policy.compute_dtype.name == "float16"
-    if is_half and facts.policy.loss_scale is not None and facts.is_unscaled:
+    own = facts.policy
+    is_half = own.compute_dtype.name == "float16" and own.loss_scale is not None
+    if (is_half or facts.rewritten == "float16") and facts.is_unscaled:
         yield (
             "Scale the loss: gradients below 6e-8 are zero in float16. Return "
             "scale_loss(loss, opt_state) from the loss, and wrap the optimizer in "
@@ -301,3 +302,20 @@ def _verdict(row: _cost.CostRow, before: _cost.CostRow) -> Iterator[str]:
             f"On {row.device} the peak of memory is {bytes_text(row.peak_bytes)}, in "
             f"float32 {bytes_text(before.peak_bytes)}, by {row.compiler}."
         )
+
+
+_CHECKS = (
+    _rewritten,
+    _loss_scale,
+    _hazards,
+    _softmax,
+    _loss,
+    _no_products,
+    _already_half,
+    _full_products,
+    _left_alone,
+    _unused,
+    _small_products,
+    _dimensions,
+    _costs,
+)

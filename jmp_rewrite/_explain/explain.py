@@ -9,10 +9,11 @@ from typing import Any, ParamSpec
 from jax import tree_util
 
 from jmp_rewrite import _cost, _rewrite, _transform
-from jmp_rewrite._arguments import name_of, not_a_function
+from jmp_rewrite._arguments import not_a_function
 from jmp_rewrite._explain.report import Decision, Report
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
+from jmp_rewrite._source import check_kind, name_of
 
 P = ParamSpec("P")
 
@@ -57,11 +58,13 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
         )
     fixed = None if policy is None else as_policy(policy)
     inner = _transform.undecorated(fun)
+    check_kind(inner.fun, "explain")
 
     @functools.wraps(fun, updated=())
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         chosen = as_policy(fixed or inner.policy)
-        traced = _rewrite.trace_types(inner.fun, args, kwargs, inner.hide, chosen)
+        given = inner.whole(args, kwargs)
+        traced = _rewrite.trace_types(inner.fun, *given, inner.hide, chosen)
         return _report(inner.fun, traced, chosen, call(args, kwargs, traced))
 
     def call(args: Any, kwargs: Any, traced: _rewrite.Traced) -> _cost.Call:

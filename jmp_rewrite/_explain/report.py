@@ -27,7 +27,13 @@ from jmp_rewrite._explain.stored import stored
 from jmp_rewrite._explain.walk import Draft, walk
 from jmp_rewrite._graph import Graph, reached
 from jmp_rewrite._policy import Policy, PolicyLike
-from jmp_rewrite._precision import Plan, is_unscaled, parameters, pinning
+from jmp_rewrite._precision import (
+    Plan,
+    is_unscaled,
+    parameters,
+    pinning,
+    rewritten_dtype,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -343,6 +349,7 @@ class Report:
                 rows=self.equations,
                 folded=self.layers,
                 is_unscaled=is_unscaled(decision.graph),
+                rewritten=rewritten_dtype(decision.graph),
                 left_alone=[left.sentence for left in self.not_rewritten],
                 unused_rules=[r for r in rules if r not in used],
                 unused_scopes=decision.unused_scopes,

@@ -22,6 +22,7 @@ from jmp_rewrite import _compat
 from jmp_rewrite._graph import region
 from jmp_rewrite._graph.region import FLOAT32, Region
 from jmp_rewrite._graph.scopes import HALF_PRECISION, P, Place, R, inner_place
+from jmp_rewrite._source import check_kind
 
 _HALVES = frozenset({"bfloat16", "float16"})
 
@@ -100,7 +101,7 @@ def half_precision(fun: Any = None) -> Any:
       A function of the same signature; without `fun`, a decorator.
 
     Raises:
-      TypeError: if `fun` is not a function.
+      TypeError: if `fun` is not a function, or runs after the call, as a generator.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -121,6 +122,7 @@ def half_precision(fun: Any = None) -> Any:
         return _HalfPrecision()
     if not callable(fun):
         raise TypeError(f"half_precision expected a function to decorate, got {fun!r}.")
+    check_kind(fun, "half_precision")
 
     # What a function carries is copied; the fields of a module are no business here.
     @functools.wraps(fun, updated=("__dict__",) if inspect.isfunction(fun) else ())

@@ -20,7 +20,7 @@ import jax
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import region
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._source import user_level
+from jmp_rewrite._source import check_kind, user_level
 
 REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
@@ -120,6 +120,7 @@ def _in_full_precision(fun: Callable[P, R]) -> Callable[P, R]:
             f"{type(fun).__name__}. Use `with full_precision():` around code that is "
             "traced."
         )
+    check_kind(fun, "full_precision")
 
     # What a function carries is copied; the fields of a module are no business here.
     @functools.wraps(fun, updated=("__dict__",) if inspect.isfunction(fun) else ())
@@ -156,7 +157,7 @@ def full_precision(fun: Callable[..., Any] | None = None) -> Any:
       The decorated function, or an object that is a context manager and a decorator.
 
     Raises:
-      TypeError: if `fun` is not a function.
+      TypeError: if `fun` is not a function, or runs after the call, as a generator.
 
     Example:
       >>> import jax.numpy as jnp

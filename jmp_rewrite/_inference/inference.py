@@ -16,7 +16,6 @@ from jmp_rewrite._arguments import (
     changed,
     hide,
     merged,
-    name_of,
     not_a_function,
     pure_call,
     show,
@@ -37,7 +36,7 @@ from jmp_rewrite._inference.places import (
 )
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import Plan, lookups
-from jmp_rewrite._source import where
+from jmp_rewrite._source import check_kind, name_of, where
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -135,7 +134,8 @@ class Inference(Generic[P, R]):
 
     def __init__(self, fun: Any, policy: PolicyLike, weights: Any, state: Any) -> None:
         inner = _transform.undecorated(fun)
-        plain, own = inner.fun, inner.policy
+        plain, own = inner.bound, inner.policy
+        check_kind(plain, "for_inference")
         self._fun = plain
         given = None if policy is None else as_policy(policy)
         self._policy = given if own is None else own  # an inner policy decides inside

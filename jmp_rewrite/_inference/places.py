@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from jax import tree_util
 
-from jmp_rewrite._arguments import name_of
 from jmp_rewrite._precision import key_names
+from jmp_rewrite._source import name_of
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,

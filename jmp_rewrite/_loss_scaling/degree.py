@@ -53,14 +53,17 @@ _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 
 
 def degrees(
-    tracers: Sequence[Any], scale: Any, gradient: Fraction, parameters: Iterable[Any]
+    tracers: Sequence[Any],
+    scale: Any,
+    scaled: Mapping[int, bool],
+    parameters: Iterable[Any],
 ) -> list[Degree]:
     """Returns the degree of each value of the jaxpr that is being traced.
 
     Args:
       tracers: tracers of `jit`.
       scale: that of the loss scale.
-      gradient: the degree of what a backward pass makes.
+      scaled: equation, by its `id` -> whether it makes a cotangent that is scaled.
       parameters: tracers of arguments that the backward pass reads.
     """
     fixed = {id(p) for p in parameters}
@@ -79,6 +82,7 @@ def degrees(
         return found[_compat.result_index(eqn, tracer)]
 
     for eqn in _after_backward(tracers):
+        gradient = Fraction(scaled[id(eqn)])
         if is_backward(eqn):
             known[id(eqn)] = [gradient] * len(eqn.outvars)
         else:

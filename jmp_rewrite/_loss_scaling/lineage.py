@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._rules import held_jaxprs
-
-# The name scope of the multiplication by the loss scale.
-SCALED = "jmp_rewrite.scale_loss"
+from jmp_rewrite._rules import CALLS, held_jaxprs
+from jmp_rewrite._source import is_scaling
 
 
 class Lineage(NamedTuple):
@@ -63,9 +61,9 @@ def lineage(gradients: Sequence[Any], scale: Any) -> Lineage:
         inside = list(_with_inner(eqn))
         if any(map(is_backward, inside)):
             backward = is_before = True
-        if any(map(_is_scaling, inside)):
+        if any(map(is_scaling, inside)):
             scaled = True
-        elif any(x is scale for x in _compat.reads(eqn)):
+        elif _reads(eqn, scale):
             readers.add(is_before)
         factors.update(f for e in inside for f in _factors(e))
         todo += [(x, is_before) for x in _compat.reads(eqn)]
@@ -73,15 +71,74 @@ def lineage(gradients: Sequence[Any], scale: Any) -> Lineage:
     return Lineage(backward, scaled, read, before, frozenset(factors), parameters)
 
 
+class Scaling(NamedTuple):
+    """How often the cotangents of a backward pass are multiplied by the loss scale.
+
+    Attributes:
+      by: equation, by its `id` -> whether what it makes is.
+      partly: whether one that is, is added to one that is not: a term of the loss.
+      twice: whether one is multiplied again.
+    """
+
+    by: dict[int, bool]
+    partly: bool
+    twice: bool
+
+
+def scaling(gradients: Sequence[Any]) -> Scaling:
+    """Follows the cotangents of gradients back to where they are scaled."""
+    by: dict[int, bool] = {}
+    partly = twice = False
+    todo = [_compat.maker(g) for g in gradients]
+    while todo:
+        eqn = todo[-1]
+        if eqn is None or id(eqn) in by:
+            todo.pop()
+            continue
+        makers = [m for m in map(_compat.maker, _compat.reads(eqn)) if m is not None]
+        if missing := [m for m in makers if id(m) not in by]:
+            todo += missing
+            continue
+        todo.pop()
+        cotangents = [m for m in makers if is_backward(m) and not _is_zero(m)]
+        before = {by[id(m)] for m in cotangents}
+        inner = list(_with_inner(eqn))
+        scales = any(e.primitive.name == "mul" and is_scaling(e) for e in inner)
+        scaled = scales or True in before
+        by[id(eqn)] = scaled and any(map(is_backward, inner))
+        partly |= eqn.primitive.name == "add_any" and len(before) == 2
+        twice |= scales and len(inner) == 1 and True in before
+    return Scaling(by, partly, twice)
+
+
+def _is_zero(eqn: Any) -> bool:
+    """Whether an equation makes zeros, the cotangent of what nothing reads."""
+    values = [_compat.number(x) for x in _compat.reads(eqn)]
+    return bool(values) and all(v is not None and not np.any(v) for v in values)
+
+
+def _reads(eqn: Any, scale: Any) -> bool:
+    """Whether an equation reads the loss scale; one that a call does nothing with not.
+
+    An optimizer's state is often passed on as a whole.
+    """
+    places = [i for i, x in enumerate(_compat.reads(eqn)) if x is scale]
+    if not places or eqn.primitive.name not in CALLS:
+        return bool(places)
+    inner = _compat.open_jaxpr(eqn.params[CALLS[eqn.primitive.name][1]])
+    if len(inner.invars) != len(eqn.invars):
+        return True
+    given = {inner.invars[i] for i in places}
+    return any(
+        not hasattr(x, "val") and x in given for e in inner.eqns for x in e.invars
+    )
+
+
 def is_backward(eqn: Any) -> bool:
     """Whether reverse-mode differentiation made an equation."""
     return any(
         e.name == "transpose" and not _compat.is_scope(e) for e in _elements(eqn)
     )
-
-
-def _is_scaling(eqn: Any) -> bool:
-    return any(_compat.is_scope(e) and SCALED in e.name for e in _elements(eqn))
 
 
 def _elements(eqn: Any) -> Sequence[Any]:

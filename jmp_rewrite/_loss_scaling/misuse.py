@@ -9,7 +9,6 @@ traced, whatever the policy, and nothing of it is left in the program.
 from __future__ import annotations
 
 import warnings
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jax
 from jmp_rewrite import _compat
 from jmp_rewrite._loss_scaling.degree import MIXED, degrees
 from jmp_rewrite._loss_scaling.leaves import is_inexact
-from jmp_rewrite._loss_scaling.lineage import Lineage, lineage
+from jmp_rewrite._loss_scaling.lineage import Lineage, lineage, scaling
 from jmp_rewrite._source import user_level
 
 NOT_SCALED = (
@@ -41,6 +40,15 @@ CLIPPED = (
     "what is not scaled, as weight decay is, while they were multiplied by the loss "
     "scale: put loss_scaling outside, as in "
     "loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
+)
+PARTLY_SCALED = (
+    "a term of this loss is not multiplied by the loss scale, and this update divides "
+    "its gradients by it, so they all but vanish: pass the whole loss to scale_loss, "
+    "as in scale_loss(loss + penalty, opt_state)"
+)
+SCALED_TWICE = (
+    "this loss went through scale_loss twice, and its gradients are divided by the "
+    "loss scale once: call scale_loss once, on the loss that is differentiated"
 )
 
 
@@ -71,7 +79,12 @@ def _judge(
         return None
     if not (made.scaled or made.scale_is_read or grads_unscaled):
         return NOT_SCALED
-    found = degrees(leaves, scale, Fraction(made.scaled), made.parameters)
+    cotangents = scaling(leaves)
+    if cotangents.twice:
+        return SCALED_TWICE
+    if cotangents.partly:
+        return PARTLY_SCALED
+    found = degrees(leaves, scale, cotangents.by, made.parameters)
     if MIXED in found:
         return CLIPPED
     wanted = 0 if grads_unscaled else 1

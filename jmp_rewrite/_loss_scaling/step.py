@@ -14,8 +14,8 @@ from jmp_rewrite._loss_scaling.leaves import (
     unscale_tree,
     widen,
 )
-from jmp_rewrite._loss_scaling.lineage import SCALED
 from jmp_rewrite._loss_scaling.state import loss_scale_state
+from jmp_rewrite._source import SCALED
 
 
 def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:

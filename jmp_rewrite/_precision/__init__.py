@@ -6,7 +6,11 @@ from jmp_rewrite._precision.decide import Label, Plan
 from jmp_rewrite._precision.origins import lookups
 from jmp_rewrite._precision.parameters import ParameterPath, key_names
 from jmp_rewrite._precision.pins import Pins
-from jmp_rewrite._precision.whole_step import is_unscaled, is_whole_step
+from jmp_rewrite._precision.whole_step import (
+    is_unscaled,
+    is_whole_step,
+    rewritten_dtype,
+)
 
 __all__ = [
     "ENDS_KERNEL",
@@ -24,4 +28,5 @@ __all__ = [
     "lookups",
     "parameters",
     "pinning",
+    "rewritten_dtype",
 ]

@@ -8,6 +8,7 @@ import numpy as np
 
 from jmp_rewrite._graph import Graph, is_backward, reached
 from jmp_rewrite._rules import Category
+from jmp_rewrite._source import is_scaling
 
 # A loss scale that is written down is larger, and what derivatives multiply by smaller.
 _FACTOR = 64
@@ -17,8 +18,12 @@ def is_unscaled(graph: Graph) -> bool:
     """Whether a program holds a backward pass, and no loss scale.
 
     The loss is a number, and a scale another one that the backward pass multiplies it
-    by, or a literal. A temperature multiplies arrays.
+    by, or a literal. A temperature multiplies arrays. What `scale_loss` multiplies, of
+    any shape and dtype, is marked.
     """
+    bodies = (getattr(use.jaxpr, "jaxpr", use.jaxpr) for use in graph.uses())
+    if any(is_scaling(eqn) for body in bodies for eqn in body.eqns):
+        return False
     backward = [node for node in graph.nodes if is_backward(node)]
     for node in backward:
         is_number = not any(aval.shape for aval in node.avals)
@@ -33,6 +38,20 @@ def is_unscaled(graph: Graph) -> bool:
             if node.name in ("div", "mul") and np.any(factor >= _FACTOR):
                 return False
     return bool(backward)
+
+
+def rewritten_dtype(graph: Graph) -> str:
+    """Returns the half dtype of what was rewritten before, inside of a program.
+
+    A `mixed_precision` in it has done that while it was traced; "" if there is none.
+    """
+    for node in graph.nodes:
+        if node.place.rewritten:
+            for out in node.eqn.outvars:
+                name = getattr(getattr(out.aval, "dtype", None), "name", "")
+                if name in ("bfloat16", "float16"):
+                    return name
+    return ""
 
 
 def is_whole_step(graph: Graph) -> bool:

@@ -174,6 +174,51 @@ def test_a_decorated_function_is_explained_by_its_own_policy():
         assert row(report, "dot_general").reason == "half: matrix product"
 
 
+class Trainer:
+    @mixed_precision("mixed_float16")
+    def step(self, w, x):
+        return jnp.tanh(x @ w) @ w
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_bfloat16", "float32"])
+def test_methods_and_partials_of_a_decorated_function(policy):
+    """They are explained, and diagnosed, as that function is."""
+    half = mixed_precision(lambda w, x: jnp.tanh(x @ w) @ w, "mixed_float16")
+    w, x = jnp.full((8, 8), 0.3), jnp.full((4, 8), 0.7)
+    want, error = explain(half, policy)(w, x), jmpr.diagnose(half, policy)(w, x).error
+    assert want.policy == Policy(policy or "mixed_float16")
+    step = Trainer().step
+    for fun, args in (
+        (step, (w, x)),
+        (jax.jit(step), (w, x)),
+        (functools.partial(half, w), (x,)),
+        (jax.jit(functools.partial(step, x=x)), (w,)),
+        (functools.partial(jax.jit(half), x=x), (w,)),
+    ):
+        found = explain(fun, policy)(*args)
+        assert found.policy == want.policy
+        assert (found.casts, found.residual_bytes) == (want.casts, want.residual_bytes)
+        assert jmpr.diagnose(fun, policy)(*args).error == error
+    serve = jmpr.for_inference(step, policy)
+    assert (
+        serve.store(w, x)[0].dtype
+        == jmpr.for_inference(half, policy).store(w, x)[0].dtype
+    )
+
+
+def test_what_is_rewritten_inside_is_said():
+    """The policy of what stands around it is not its own; nor is a loss scale known."""
+    half = mixed_precision(lambda w, x: (jnp.tanh(x @ w) @ w).sum(), "mixed_float16")
+    w, x = jnp.full((8, 8), 1e-5), jnp.full((4, 8), 1e-4)
+    gradient = jax.grad(half)
+    advice = explain(gradient, "mixed_bfloat16")(w, x).advice
+    assert "rewritten a part of this already, to float16" in advice[0]
+    assert "Scale the loss" in advice[1]
+    assert "rewritten" not in " ".join(explain(half)(w, x).advice)
+    vanish = " ".join(jmpr.diagnose(gradient)(w, x).advice)
+    assert "of the gradients vanish in float16, and the loss is not scaled" in vanish
+
+
 def test_a_wrapper_of_a_decorated_function_is_explained_itself():
     decorated = mixed_precision(lambda w, x: (x @ w).sum(), "mixed_bfloat16")
     report = explain(jax.grad(decorated), "mixed_bfloat16")(

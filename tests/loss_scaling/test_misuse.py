@@ -101,6 +101,19 @@ def times_scale(grads, opt_state):
     return jax.tree.map(lambda g: g * scale, grads)
 
 
+def of(loss):
+    """The gradients of a loss that scales itself."""
+    return lambda params, state, x: jax.grad(loss)(params, state, x)
+
+
+def penalty(params):
+    return sum(jnp.sum(p**2) for p in params.values())
+
+
+def scaled_in_a_loss(params, opt_state, x):
+    return 2 * scale_loss(mse(params, x), opt_state)
+
+
 CLIP_INSIDE = optax.chain(optax.clip_by_global_norm(1.0), SGD)
 FIXED = loss_scaling(optax.sgd(0.1), 1024.0)
 
@@ -172,10 +185,48 @@ WRONG = {
         "put loss_scaling outside",
         step_of(accumulated(scaled_grads), lambda g, s: clip(g)),
     ),
+    "forgotten, a jitted gradient that is given the state": (
+        "return jmp_rewrite.scale_loss",
+        step_of(jax.jit(plain_grads)),
+    ),
+    "a term is not scaled": (
+        "pass the whole loss",
+        step_of(of(lambda p, s, x: scale_loss(mse(p, x), s) + penalty(p))),
+    ),
+    "gradients of two losses": (
+        "put loss_scaling outside",
+        step_of(
+            lambda p, s, x: jax.tree.map(
+                jnp.add, scaled_grads(p, s, x), jax.grad(penalty)(p)
+            )
+        ),
+    ),
+    "scaled twice": (
+        "went through scale_loss twice",
+        step_of(of(lambda p, s, x: scale_loss(scaled_in_a_loss(p, s, x), s))),
+    ),
 }  # fmt: skip
 
 RIGHT = {
     "plain": step_of(scaled_grads),
+    "two terms, both scaled": step_of(
+        of(lambda p, s, x: scale_loss(mse(p, x), s) + scale_loss(penalty(p), s))
+    ),
+    "a penalty on a gradient": step_of(
+        of(
+            lambda p, s, x: scale_loss(
+                mse(p, x) + jnp.square(jax.grad(mse, 1)(p, x)).mean(), s
+            )
+        )
+    ),
+    "a weight that another gradient gives": step_of(
+        lambda p, s, x: jax.tree.map(
+            lambda g: g * norm(jax.grad(penalty)(p)), scaled_grads(p, s, x)
+        )
+    ),
+    "a loss for each example": step_of(
+        of(lambda p, s, x: scale_loss(jax.vmap(mse, (None, 0))(p, x), s).mean())
+    ),
     "accumulated": step_of(accumulated(scaled_grads)),
     "scaled by hand": step_of(by_hand),
     "scaled afterwards": step_of(plain_grads, times_scale),
@@ -371,6 +422,30 @@ def test_a_float16_step_without_a_loss_scale_is_heard(policy, scale, caplog):
     assert heard == is_wrong
     report = explain(step, policy)(w, x, scale)
     assert any("Scale the loss" in text for text in report.advice) == is_wrong
+
+
+@pytest.mark.parametrize("kind", ["each example", "vmap", "ensemble"])
+def test_a_scaled_float16_step_is_not_told_to_scale(kind, caplog):
+    """Of whatever shape the loss is where it is scaled."""
+
+    def loss(params, state, x):
+        if kind == "vmap":
+            one = lambda x: scale_loss(mse(params, x[None]), state)  # noqa: E731
+            return jax.vmap(one)(x).mean()
+        return scale_loss(jax.vmap(mse, (None, 0))(params, x), state).mean()
+
+    def step(params, state, x):
+        return applied(params, of(loss)(params, state, x), state)
+
+    args = PARAMS, SGD.init(PARAMS), BATCH
+    if kind == "ensemble":
+        step = jax.vmap(step)
+        args = jax.tree.map(lambda a: jnp.stack([a, a]), args)
+    with caplog.at_level(logging.WARNING, "jmp_rewrite"):
+        jax.jit(mixed_precision(lambda *a: step(*a), "mixed_float16"))(*args)
+    assert not caplog.records
+    report = explain(step, "mixed_float16")(*args)
+    assert not any("Scale the loss" in text for text in report.advice)
 
 
 def test_a_policy_that_wants_no_loss_scale_is_not_told_to_have_one(caplog):
