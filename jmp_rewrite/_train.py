@@ -74,7 +74,8 @@ def make_train_step(
             f"{type(loss_fn).__name__}"
         )
     _check_transformation(tx)
-    if policy is not None and _is_scaled(tx) is False:
+    is_wrapped = _is_scaled(tx)
+    if policy is not None and is_wrapped is False:
         _check_needs_no_scaling(policy)
     update = optax.with_extra_args_support(
         optax.GradientTransformation(tx.init, tx.update)
@@ -84,6 +85,12 @@ def make_train_step(
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         scaled = bool(find_states(opt_state))
+        if not scaled and is_wrapped:
+            raise ValueError(
+                "expected opt_state from the init of tx, which has loss scaling, got "
+                f"{type(opt_state).__name__}, a state without it: an optimizer that "
+                "was not wrapped has made it"
+            )
         if not scaled:
             _check_needs_no_scaling(policy)
 

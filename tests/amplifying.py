@@ -613,6 +613,23 @@ def information(ws, x):
     return 1000 * (p * (jnp.log(p) + np.log(10).astype("f4"))).sum(-1).mean()
 
 
+def critic(ws, batches):
+    """A critic of two batches: the gradients of a weight's two uses all but cancel."""
+
+    def score(x):
+        for w in ws[:2]:
+            x = jax.nn.softplus(x @ w)
+        return (x @ ws[2]).mean()
+
+    x, z = batches
+    return score(x + z) - score(x)
+
+
+def critic_args(rng):
+    ws = normal(rng, 8, 48, scale=0.35), normal(rng, 48, 32, scale=0.15)
+    return (*ws, normal(rng, 32, 1, scale=0.2)), normal(rng, 2, 64, 8)
+
+
 def near_uniform_args(rng):
     ws, x = wide_args(rng)
     return (*ws, normal(rng, 10, 32, scale=0.3), normal(rng, 32, 16, scale=0.2)), x
@@ -707,6 +724,7 @@ CASES = [
     Case("1_resampled", resampled, resampled_args),
     # Decorated before it is differentiated, it is five times as far off as by hand.
     Case("12_near_uniform_trained", trained(near_uniform), near_uniform_args, ()),
+    Case("12_critic_trained", trained(critic), critic_args, ()),
     Case("12_information_trained", trained(information), wide_args, ()),
     Case("12_from_a_grid", returned(from_a_grid), wide_args, ()),
 ]

@@ -266,7 +266,8 @@ def optimize(
         fits = program.whole_step or not own.whole_steps_only
         if wanted and fits and editor.has(own.looks_for):
             editor.run(own.name, own.run)
-    closed = editor.finish(plain=True)
+    closed, done = editor.finish(plain=True), dict(editor.done)
     if device is not None:
         closed = resolve(closed, device, required=False)
-    return Optimized(closed, MappingProxyType(dict(editor.done)))
+        done = {p.name: done[p.name] for p in PASSES if p.name in done and p.on(device)}
+    return Optimized(closed, MappingProxyType(done))

@@ -86,6 +86,10 @@ class Pass(NamedTuple):
     whole_steps_only: bool = True
     required: bool = False
 
+    def on(self, device: str) -> bool:
+        """Whether the program of a device, a name of `by_device.DEVICES`, differs."""
+        return any(kind == "all" or device.startswith(kind) for kind in self.devices)
+
     @property
     def reason(self) -> str:
         """Its first sentence."""

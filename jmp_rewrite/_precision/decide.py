@@ -280,6 +280,8 @@ def _label(node: Node, graph: Graph, pins: Pins, labels: Sequence[bool]) -> Labe
     if not labels[index]:
         return Label.FLOAT32
     steps = node.name in table.SHARP  # `round`: not the same of a rounded operand
+    # A sum beside the products is to find it as it was before it is rounded.
+    steps |= node.name == "neg" and pins.whole_step and not all(sources)
     size = node.size
     # Not state, nor an exact value: a bias alone is rounded to be added, as by hand.
     large = [v for v in node.inputs if v.size == size]

@@ -135,3 +135,22 @@ def test_unrounded_reads_are_reported():
     jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *arguments())
     found = choices(jaxpr, "read_before_rounding")
     assert found and {devices_of(e) for e in found} == {("cpu",)}
+
+
+@pytest.mark.parametrize("order", ["prediction - label", "label - prediction"])
+def test_a_bias_adds_up_unrounded_cotangents(order):
+    """Residuals that cancel over a batch would leave the rounding."""
+    w, b = jnp.asarray(normal(D, 4)) / D, jnp.zeros((1, 4))
+    x, y = normal(T, D, seed=1), 100 * normal(T, 4, seed=2)
+
+    def step(w, b, x, y):
+        def loss(w, b):
+            prediction = jnp.tanh(x) @ w + b
+            signed = order == "prediction - label"
+            return jnp.square(prediction - y if signed else y - prediction).mean()
+
+        return jax.grad(loss, argnums=(0, 1))(w, b)
+
+    args = w, b, x, y - y.mean(0, keepdims=True)
+    found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(*args)[1]
+    assert relative_error(found, step(*args)[1]) < 0.02
