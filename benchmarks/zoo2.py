@@ -34,6 +34,7 @@ import zoo2_unseen
 import zoo2_unseen_fifth
 import zoo2_unseen_fourth
 import zoo2_unseen_second
+import zoo2_unseen_seventh
 import zoo2_unseen_sixth
 import zoo2_unseen_third
 import zoo2_vision
@@ -110,7 +111,19 @@ UNSEEN_LAST = {
     "integers": zoo2_unseen_sixth.integers,
     "continuous": zoo2_unseen_sixth.continuous,
 }
-PROGRAMS = FIRST | SECOND | UNSEEN | UNSEEN_SINCE | UNSEEN_LAST
+UNSEEN_SEVENTH = {
+    "graphormer": zoo2_unseen_seventh.graphormer,
+    "transducer": zoo2_unseen_seventh.transducer,
+    "hash_grid": zoo2_unseen_seventh.hash_grid,
+    "slot_attention": zoo2_unseen_seventh.slot_attention,
+    "fusion_transformer": zoo2_unseen_seventh.fusion_transformer,
+    "extended_lstm": zoo2_unseen_seventh.extended_lstm,
+    "tagger": zoo2_unseen_seventh.tagger,
+    "mobile_hybrid": zoo2_unseen_seventh.mobile_hybrid,
+    "consistency": zoo2_unseen_seventh.Consistency,
+    "foresight": zoo2_unseen_seventh.foresight,
+}
+PROGRAMS = FIRST | SECOND | UNSEEN | UNSEEN_SINCE | UNSEEN_LAST | UNSEEN_SEVENTH
 MODES = ("float32", "by_hand", "ours")
 # What the bars are of.
 BARS = {"v5e": ("mcycles", "gb_accessed", "mb_temp"), "h200": ("gb_written", "mb_temp")}

@@ -264,7 +264,9 @@ class Module:
         """What a kernel reads: of what it slices the slices, of an update nothing."""
         if i.opcode.endswith("-start"):  # its -done counts
             return []
-        if i.opcode.endswith("-done"):  # a copy or a slice
+        if i.opcode == "fusion-done":  # what its start is given
+            i = self._of(i)[i.operands[0]]
+        elif i.opcode.endswith("-done"):  # a copy or a slice
             return i.arrays
         outside = self._of(i)
         arrays = [outside[o].arrays for o in i.operands if o in outside]

@@ -173,3 +173,33 @@ ENTRY %main (z: f32[8,4], i: s32[ROWS,1], u: bf16[ROWS,4]) -> f32[8,4] {
 def test_a_scatter_writes_its_updates_or_its_result(rows, written):
     module = hlo.parse(SCATTER.replace("ROWS", str(rows)))
     assert module.bytes_written() == written
+
+
+UPDATE = """HloModule jit_f
+
+%fused (z: f32[512,4], u: f32[1,4], i: s32[]) -> f32[512,4] {
+  %z = f32[512,4]{1,0} parameter(0)
+  %u = f32[1,4]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %s = f32[512,4]{1,0} dynamic-update-slice(%z, %u, %i, %zero)
+}
+
+ENTRY %main (z: f32[512,4], u: f32[1,4], i: s32[]) -> f32[512,4] {
+  %z = f32[512,4]{1,0} parameter(0)
+  %u = f32[1,4]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  START
+}
+"""
+AT_ONCE = "ROOT %s = f32[512,4]{1,0} fusion(%z, %u, %i), kind=kLoop, calls=%fused"
+LATER = """%b = ((f32[512,4]{1,0}, f32[1,4]{1,0}, s32[]), f32[512,4]{1,0}, u32[]) \
+fusion-start(%z, %u, %i), kind=kLoop, calls=%fused
+  ROOT %s = f32[512,4]{1,0} fusion-done(%b)"""
+
+
+@pytest.mark.parametrize("start", [AT_ONCE, LATER], ids=["at once", "later"])
+def test_an_update_in_place_reads_and_writes_what_is_updated(start):
+    """Also one that XLA:GPU starts, and goes on."""
+    module = hlo.parse(UPDATE.replace("START", start))
+    assert (module.bytes_read(), module.bytes_written()) == (20, 16)
