@@ -595,6 +595,23 @@ def resampled_args(rng):
     return ws, x, seen, rng.randint(0, 128, (30, 128))
 
 
+def components(ws, x, seen):
+    """An integrator whose state is updated one component after the other."""
+    loss = 0.0
+    for _ in range(40):
+        change = 0.1 * (jnp.tanh(x @ ws[0] + ws[1]) @ ws[2] + ws[3])
+        x = jnp.stack([x[:, 0] + change[:, 0], x[:, 1] + change[:, 1]], -1)
+        loss += jnp.square(jnp.tanh(x @ ws[4]) @ ws[5] - seen).mean()
+    return loss
+
+
+def components_args(rng):
+    ws = normal(rng, 2, 32, scale=0.7), normal(rng, 32, scale=0.1)
+    ws += normal(rng, 32, 2, scale=0.2), normal(rng, 2, scale=0.1)
+    ws += normal(rng, 2, 32, scale=0.7), normal(rng, 32, 2, scale=0.2)
+    return ws, normal(rng, 512, 2), normal(rng, 512, 2)
+
+
 # ---- 12. what the loss itself takes off, beside layers that read the same values
 
 
@@ -722,6 +739,7 @@ CASES = [
         (),
     ),
     Case("1_resampled", resampled, resampled_args),
+    Case("1_components", components, components_args),
     # Decorated before it is differentiated, it is five times as far off as by hand.
     Case("12_near_uniform_trained", trained(near_uniform), near_uniform_args, ()),
     Case("12_critic_trained", trained(critic), critic_args, ()),

@@ -35,8 +35,18 @@ _UPDATES_FIRST = frozenset({"scatter-add"})
 _CARRIES = MOVES | {"clamp", "div", "max", "min", "mul", "neg", "select_n"}
 # And behind these, if they have taken as many elements of it as it has.
 _SELECTS = frozenset(
-    {"concatenate", "dynamic_update_slice", "gather", "scatter", "slice", "sort"}
+    {
+        "broadcast_in_dim",
+        "concatenate",
+        "dynamic_update_slice",
+        "gather",
+        "scatter",
+        "slice",
+        "sort",
+    }
 )
+# These put values together.
+_JOINS = frozenset({"concatenate", "stack"})
 # A walk that sees more nodes than this ends, and the value counts as state: a program
 # is analysed in a time that grows with its length, not with its square.
 _LONGEST_WALK = 4096
@@ -179,18 +189,37 @@ class _Walk:
         """
         if node.name not in _SELECTS or not node.inputs:
             return None
+        if node.name == "slice" and (part := self._part(node)) is not None:
+            return part
         parts = node.inputs if node.name == "concatenate" else node.inputs[:1]
         origins = []
         for value in parts:
             while value.size != node.size and value.node >= 0:
-                part = self._nodes[value.node]
-                if part.name not in _SELECTS - {"concatenate"} or not part.inputs:
+                maker = self._nodes[value.node]
+                if maker.name not in _SELECTS - {"concatenate"} or not maker.inputs:
                     break
-                value = part.inputs[0]
+                value = maker.inputs[0]
             origins.append(value)
         one = origins[0]
         same = all(o.node == one.node and o.argument == one.argument for o in origins)
         return one if same and one.size == node.size else None
+
+    def _part(self, node: Node) -> Value | None:
+        """Returns the part of a concatenation that a slice takes out again.
+
+        So the components of a state are told apart that are updated one by one.
+        """
+        joined = self._nodes[node.inputs[0].node] if node.inputs[0].node >= 0 else node
+        if joined.name not in _JOINS or len(joined.inputs) != len(joined.eqn.invars):
+            return None
+        of_stack = joined.name == "stack"
+        dimension = joined.eqn.params["axis" if of_stack else "dimension"]
+        start, at = node.eqn.params["start_indices"][dimension], 0
+        for part in joined.inputs:
+            if at == start and part.size == node.size:
+                return part
+            at += 1 if of_stack else part.aval.shape[dimension]
+        return None
 
     def _update(self, node: Node, base: int, other: int) -> Update | None:
         """Returns the update, if `other` depends on the base through a product."""
@@ -260,9 +289,12 @@ class _Walk:
                 if source < 0 or source in found or source in state:
                     continue
                 node = self._nodes[source]
-                if node.name not in _CARRIES | _SELECTS:
+                if node.name not in _CARRIES | _SELECTS | _JOINS:
                     continue
-                if self._bases.get(source, frozenset()) & (state | {-1}):
+                bases = self._bases.get(source, frozenset())
+                if node.name in _JOINS:  # of the components of a state
+                    bases = bases.union(*map(self.bases, node.inputs))
+                if bases & (state | {-1}):
                     found.add(source)
                     stack.extend(v.node for v in node.inputs)
         return found
