@@ -164,11 +164,17 @@ def parse_reduce_dtype(given: Any, compute_dtype: str) -> str | None:
 
 def _parse_jmp(text: str) -> str:
     parts = dict.fromkeys(("params", "compute", "output"), "float32")
+    seen: set[str] = set()
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
         key = _JMP_KEYS.get(key, key)
         if key not in parts:
             raise ValueError(f"expected {_KNOWN}; got {text!r}, which names {key!r}")
+        if key in seen or "=" in value:
+            raise ValueError(
+                f"expected {_KNOWN}; got {text!r}: name each once, commas between them"
+            )
+        seen.add(key)
         parts[key] = _JMP_DTYPES.get(value, value)
     if parts["compute"] not in DTYPES:
         raise ValueError(f"expected {_KNOWN}; got {text!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -173,7 +174,7 @@ def _check_transformation(tx: Any) -> None:
     if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
         raise ValueError(
             "expected tx to be an optax.GradientTransformation, such as "
-            f"optax.adamw(1e-3), got {tx!r}"
+            f"optax.adamw(1e-3), got {reprlib.repr(tx)}"
         )
 
 

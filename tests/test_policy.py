@@ -327,6 +327,8 @@ def test_no_policy(wrong):
             "expected params=float32, got params=float16",
         ),
         ("p=bf16,c=bf16", "expected params=float32, got params=bfloat16"),
+        ("p=f32;c=f16", "name each once, commas between them"),
+        ("c=f16,compute=bf16", "name each once, commas between them"),
         ("p=f32,c=f16,o=f16", "expected output=float32, got output=float16"),
         ("c=f16,o=float64", "expected output=float32, got output=float64"),
         ("compute=float64", f"expected a policy: {KNOWN}.*compute=float64"),

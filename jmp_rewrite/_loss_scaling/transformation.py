@@ -7,6 +7,7 @@ in float16, divide the gradients by it in float32, and skip a step that overflow
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -289,7 +290,7 @@ def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         hint = ": a loss scale comes second, as in loss_scaling(tx, 1024.0)"
     raise ValueError(
         "expected inner to be an optax.GradientTransformation, such as "
-        f"optax.adamw(1e-3), got {inner!r}{hint}"
+        f"optax.adamw(1e-3), got {reprlib.repr(inner)}{hint}"
     )
 
 

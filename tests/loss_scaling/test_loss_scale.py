@@ -553,6 +553,13 @@ def test_an_optimizer_that_is_none(inner, hint):
         loss_scaling(inner)
 
 
+def test_parameters_in_place_of_an_optimizer():
+    """They are not printed whole."""
+    with pytest.raises(ValueError) as raised:
+        loss_scaling({"w": jnp.ones((200, 8))})
+    assert len(str(raised.value)) < 200
+
+
 def test_a_state_without_loss_scaling():
     state = optax.adam(0.1).init(jnp.ones(2))
     with pytest.raises(ValueError, match="found no LossScaleState .* wrap the whole"):

@@ -284,3 +284,17 @@ def test_enable_with_a_bad_scale_sets_nothing():
     with pytest.raises(ValueError, match="expected loss_scale"):
         enable_mixed_precision_graph_rewrite(optax.sgd(0.1), -1.0)
     assert jmpr.get_policy() == jmpr.Policy("auto")
+
+
+def test_the_state_of_an_optimizer_that_is_not_wrapped():
+    """The optimizer is wrapped; the message says that the state is not its."""
+    inner = optax.sgd(0.1)
+    step = make_train_step(
+        lambda w, x: jnp.mean((x @ w) ** 2),
+        jmpr.loss_scaling(inner),
+        "mixed_float16",
+        donate=False,
+    )
+    w = jnp.ones((2, 1))
+    with pytest.raises(ValueError, match="opt_state from the init of tx, which has"):
+        step(w, inner.init(w), jnp.eye(2))
