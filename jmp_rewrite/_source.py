@@ -1,4 +1,4 @@
-"""The user's own line of an equation, past the libraries that the user called.
+"""What the user wrote: functions, and the own line of an equation, past libraries.
 
 JAX keeps the Python frames that made an equation. The innermost one outside of JAX
 itself is often a line of Flax or optax; what a reader wants is the line of the model.

@@ -201,6 +201,8 @@ class _Walk:
                 value = maker.inputs[0]
             origins.append(value)
         one = origins[0]
+        if node.name == "gather" and one.node < 0:
+            return None  # rows of a table, as many as it has
         same = all(o.node == one.node and o.argument == one.argument for o in origins)
         return one if same and one.size == node.size else None
 
