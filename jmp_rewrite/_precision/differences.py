@@ -81,7 +81,7 @@ def differences(
         elif is_backward(node) and _projects(node, graph):
             follow_back(node, promoted, graph, found, ends)
             continue
-        if node.name == "log":
+        if node.name == "log" or _is_log_of_difference(node, positive):
             follow_back(node, promoted, graph, found, ends, near=True)
         elif _adds_number(node, positive):
             if in_loss or _is_read_relatively(node, graph, products, made):
@@ -268,6 +268,13 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
         if on:
             holds.add(node.index)
     return holds
+
+
+def _is_log_of_difference(node: Node, positive: AbstractSet[int]) -> bool:
+    """Whether a node is `log1p` of what may be negative, as `log1p(-tanh(a) ** 2)`."""
+    if node.name != "log1p" or not node.inputs:
+        return False
+    return node.inputs[0].node not in positive
 
 
 def _adds_number(node: Node, positive: AbstractSet[int]) -> bool:

@@ -329,6 +329,23 @@ FOUND = {
         ),
         ("v5",),
     ),
+    # `log1p(-t ** 2)` is the logarithm of a difference.
+    "squashed": Program(
+        (
+            Statement("v0", "laplacian", ("x", "y")),
+            Statement(
+                "v4",
+                "gradient",
+                ("v0", "v0"),
+                (
+                    Statement("v1", "flow", ("a", "b")),
+                    Statement("v2", "level_slice"),
+                    Statement("v3", "contract", ("w2", "v1")),
+                ),
+            ),
+        ),
+        ("v4",),
+    ),
     # A product was rounded that float32 code alone reads.
     "small": chain("small_product"),
     "decomposed": chain("sandwich", "determinant"),
