@@ -339,7 +339,7 @@ FOUND = {
                 ("v0", "v0"),
                 (
                     Statement("v1", "flow", ("a", "b")),
-                    Statement("v2", "level_slice"),
+                    Statement("v2", "level_slice", ()),
                     Statement("v3", "contract", ("w2", "v1")),
                 ),
             ),
