@@ -130,6 +130,19 @@ def graphormer(
 # ---- a recurrent transducer, Haiku
 
 
+def unrolled(dtype: Any, x: Any, width: int, reverse: bool = False) -> Any:
+    """An LSTM whose cell is float32, as in Flax; what is multiplied is half."""
+    core = hk.LSTM(width)
+
+    def step(x: Any, state: Any) -> Any:
+        h, new = core(x, state)
+        return h.astype(dtype), hk.LSTMState(h.astype(dtype), f32(new.cell))
+
+    start = (x.shape[1], width)
+    start = hk.LSTMState(jnp.zeros(start, dtype), jnp.zeros(start))
+    return hk.dynamic_unroll(step, x, start, reverse=reverse)[0]
+
+
 def transducer(
     dtype: Any,
     size: int = 16,
@@ -140,30 +153,18 @@ def transducer(
 ) -> Workload:
     """RNN-T: an LSTM of sound, one of text, all pairs, and the sum over alignments."""
 
-    def unrolled(x: Any, width: int) -> Any:
-        """The cell is float32, as in Flax; what is multiplied is half."""
-        core = hk.LSTM(width)
-
-        def step(x: Any, state: Any) -> Any:
-            h, new = core(x, state)
-            return h.astype(dtype), hk.LSTMState(h.astype(dtype), f32(new.cell))
-
-        start = (x.shape[1], width)
-        start = hk.LSTMState(jnp.zeros(start, dtype), jnp.zeros(start))
-        return hk.dynamic_unroll(step, x, start)[0]
-
     def norm(x: Any) -> Any:
         return hk.LayerNorm(-1, True, True)(f32(x)).astype(dtype)
 
     def network(sound: Any, ids: Any) -> Any:
         x = jnp.swapaxes(sound, 0, 1)
         for i in range(3):
-            x = norm(unrolled(x, width))
+            x = norm(unrolled(dtype, x, width))
             if i == 0:  # half as many frames
                 x = jnp.concatenate([x[::2], x[1::2]], -1)
         x = hk.Linear(width)(x)
         y = hk.Embed(vocabulary, width // 2)(jnp.pad(ids, ((0, 0), (1, 0))))
-        y = norm(unrolled(jnp.swapaxes(y.astype(dtype), 0, 1), width))
+        y = norm(unrolled(dtype, jnp.swapaxes(y.astype(dtype), 0, 1), width))
         y = hk.Linear(width)(y)
         x, y = jnp.swapaxes(x, 0, 1), jnp.swapaxes(y, 0, 1)
         both = jnp.tanh(x[:, :, None] + y[:, None])
@@ -735,17 +736,6 @@ def tagger(
 ) -> Workload:
     """A BiLSTM-CRF over words and their letters."""
 
-    def unrolled(x: Any, reverse: bool) -> Any:
-        core = hk.LSTM(width)
-
-        def step(x: Any, state: Any) -> Any:
-            h, new = core(x, state)
-            return h.astype(dtype), hk.LSTMState(h.astype(dtype), f32(new.cell))
-
-        start = (x.shape[1], width)
-        start = hk.LSTMState(jnp.zeros(start, dtype), jnp.zeros(start))
-        return hk.dynamic_unroll(step, x, start, reverse=reverse)[0]
-
     def network(words: Any, spelled: Any) -> Any:
         size, length, letters = spelled.shape
         x = hk.Embed(128, 32)(spelled).astype(dtype)
@@ -756,7 +746,8 @@ def tagger(
         x = jnp.concatenate([hk.Embed(vocabulary, 256)(words).astype(dtype), x], -1)
         x = jnp.swapaxes(hk.dropout(hk.next_rng_key(), 0.5, x), 0, 1)
         for _ in range(2):
-            x = jnp.concatenate([unrolled(x, False), unrolled(x, True)], -1)
+            ways = [unrolled(dtype, x, width, reverse) for reverse in (False, True)]
+            x = jnp.concatenate(ways, -1)
             x = hk.dropout(hk.next_rng_key(), 0.5, x)
         scores = f32(hk.Linear(tags)(x))
         moves = hk.get_parameter("moves", (tags, tags), init=jnp.zeros)

@@ -21,7 +21,7 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._loss_scaling.leaves import is_inexact
-from jmp_rewrite._loss_scaling.lineage import is_backward
+from jmp_rewrite._loss_scaling.lineage import in_order, is_backward
 from jmp_rewrite._rules import CALLS
 
 # A number, or one of the five words below.
@@ -81,7 +81,7 @@ def degrees(
         found = known[id(eqn)]
         return found[_compat.result_index(eqn, tracer)]
 
-    for eqn in _after_backward(tracers):
+    for eqn in in_order(tracers, is_backward):
         gradient = Fraction(scaled[id(eqn)])
         if is_backward(eqn):
             known[id(eqn)] = [gradient] * len(eqn.outvars)
@@ -89,24 +89,6 @@ def degrees(
             operands = [of(x) for x in _compat.reads(eqn)]
             known[id(eqn)] = _results(eqn, operands, gradient)
     return [of(tracer) for tracer in tracers]
-
-
-def _after_backward(tracers: Sequence[Any]) -> Iterable[Any]:
-    """Returns the equations that made these, back to the backward pass, in order."""
-    done: dict[int, Any] = {}
-    todo = [_compat.maker(t) for t in tracers]
-    while todo:
-        eqn = todo[-1]
-        if eqn is None or id(eqn) in done:
-            todo.pop()
-            continue
-        reads = () if is_backward(eqn) else _compat.reads(eqn)
-        missing = [m for m in map(_compat.maker, reads) if m and id(m) not in done]
-        if missing:
-            todo += missing
-        else:
-            done[id(eqn)] = todo.pop()
-    return done.values()
 
 
 def _of_number(value: Any) -> Degree:

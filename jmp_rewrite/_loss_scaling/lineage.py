@@ -6,7 +6,7 @@ update can see, before anything runs, whether its gradients are those of a scale
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,6 +71,31 @@ def lineage(gradients: Sequence[Any], scale: Any) -> Lineage:
     return Lineage(backward, scaled, read, before, frozenset(factors), parameters)
 
 
+def in_order(
+    tracers: Sequence[Any], stops: Callable[[Any], bool] = lambda eqn: False
+) -> Iterable[Any]:
+    """Returns the equations that made these, each behind those that it reads.
+
+    Args:
+      tracers: tracers of `jit`.
+      stops: whether nothing is followed back through an equation.
+    """
+    done: dict[int, Any] = {}
+    todo = [_compat.maker(t) for t in tracers]
+    while todo:
+        eqn = todo[-1]
+        if eqn is None or id(eqn) in done:
+            todo.pop()
+            continue
+        reads = () if stops(eqn) else _compat.reads(eqn)
+        missing = [m for m in map(_compat.maker, reads) if m and id(m) not in done]
+        if missing:
+            todo += missing
+        else:
+            done[id(eqn)] = todo.pop()
+    return done.values()
+
+
 class Scaling(NamedTuple):
     """How often the cotangents of a backward pass are multiplied by the loss scale.
 
@@ -89,17 +114,8 @@ def scaling(gradients: Sequence[Any]) -> Scaling:
     """Follows the cotangents of gradients back to where they are scaled."""
     by: dict[int, bool] = {}
     partly = twice = False
-    todo = [_compat.maker(g) for g in gradients]
-    while todo:
-        eqn = todo[-1]
-        if eqn is None or id(eqn) in by:
-            todo.pop()
-            continue
-        makers = [m for m in map(_compat.maker, _compat.reads(eqn)) if m is not None]
-        if missing := [m for m in makers if id(m) not in by]:
-            todo += missing
-            continue
-        todo.pop()
+    for eqn in in_order(gradients):
+        makers = (m for m in map(_compat.maker, _compat.reads(eqn)) if m is not None)
         cotangents = [m for m in makers if is_backward(m) and not _is_zero(m)]
         before = {by[id(m)] for m in cotangents}
         inner = list(_with_inner(eqn))
