@@ -508,6 +508,7 @@ class Editor:
             outvars = [jex.Var(v.aval) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
             new = eqn.replace(invars=invars, outvars=outvars)
+            self._is_rewired |= bool(held_jaxprs(new))
             eqns.append(_compat.in_scope(new, like, f"{SCOPE}{self._name}"))
         outs = [v if hasattr(v, "val") else env[v] for v in body.outvars]
         return eqns, outs

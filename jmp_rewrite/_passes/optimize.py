@@ -28,6 +28,7 @@ from jmp_rewrite._passes.round_last_gradients import round_last_gradients
 from jmp_rewrite._passes.scatter_as_select import scatter_as_select
 from jmp_rewrite._passes.scatter_as_sum import scatter_as_sum
 from jmp_rewrite._passes.sharded_casts import sharded_casts
+from jmp_rewrite._passes.softmax_derivative import softmax_derivative
 from jmp_rewrite._passes.softmax_from_quotient import softmax_from_quotient
 from jmp_rewrite._passes.softmax_in_one_kernel import softmax_in_one_kernel
 from jmp_rewrite._passes.softmax_rounded import softmax_rounded
@@ -65,6 +66,7 @@ PASSES: tuple[Pass, ...] = (
         ("all",),
         "order of sums",
         frozenset({"reshape"}),
+        whole_steps_only=False,
     ),
     Pass(
         "sharded_casts",
@@ -121,6 +123,14 @@ PASSES: tuple[Pass, ...] = (
         "softmax_rounded",
         softmax_rounded,
         ("TPU v5e", "TPU v6e"),
+        "rounding",
+        frozenset({"exp"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "softmax_derivative",
+        softmax_derivative,
+        ("all",),
         "rounding",
         frozenset({"exp"}),
         whole_steps_only=False,

@@ -44,7 +44,7 @@ def softmax_from_quotient(editor: Editor) -> None:
         if stored is None:
             continue
         (x,) = eqn.invars
-        if not _is_of_product(body, x):
+        if not is_of_product(body, x):
             continue
         half = half_of(body, eqn, editor.half)
         if half is not None and not _forward_again(editor, body, half, x):
@@ -62,7 +62,7 @@ def softmax_from_quotient(editor: Editor) -> None:
             editor.read(body, at, position, chosen[var])
 
 
-def _is_of_product(body: Body, x: Any) -> bool:
+def is_of_product(body: Body, x: Any) -> bool:
     """Whether a matrix multiplication has made a value."""
     made = feeding([(body, x)], is_no_product)
     makers = ((b, b.maker.get(v, -1)) for b, v in made)

