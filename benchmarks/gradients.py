@@ -1,4 +1,4 @@
-"""What the gradient of a decorated loss costs: `jax.value_and_grad(mixed_precision(f))`.
+"""What gradients of a decorated loss cost: `jax.value_and_grad(mixed_precision(f))`.
 
     PYTHONPATH=. python benchmarks/gradients.py [--models gpt2 vit]
         [--targets v5e h200] [--size quick] [--json FILE]
