@@ -308,6 +308,9 @@ def _bottlenecks(
     add it in each of them, but once, and stores the sum beside the product, or in its
     place: in float32, unless it is rounded. What is joined to it, if that is small (a
     token for the class), and what moves it, are on the way.
+
+    Before differentiation a softmax's maximum is no kernel that counts: its derivative
+    is made of the exponentials.
     """
     many = MANY_KERNELS if pins.whole_step else FORWARD_KERNELS
     consumers, loops = graph.consumers(), graph.innermost_loops()
@@ -341,7 +344,8 @@ def _bottlenecks(
         seen, stack = {last}, [last]
         while stack and len(kernels) < many:
             for reader in consumers[stack.pop()]:
-                kernels.add(levels[reader])
+                if pins.whole_step or graph.nodes[reader].name != "reduce_max":
+                    kernels.add(levels[reader])
                 is_same = anchors[reader] == node.index
                 if reader not in seen and is_same and is_remade(reader, sizes[last]):
                     seen.add(reader)
