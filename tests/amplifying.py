@@ -652,6 +652,20 @@ def near_uniform_args(rng):
     return (*ws, normal(rng, 10, 32, scale=0.3), normal(rng, 32, 16, scale=0.2)), x
 
 
+def learned_sink(ws, x):
+    """An attention with a learned score for nothing, which begins far below the rest."""
+    query, value, score = ws
+    scores = (x @ query) @ x.T / 4
+    scores = jnp.concatenate([scores, jnp.broadcast_to(score, (len(x), 1))], -1)
+    values = jnp.concatenate([x @ value, jnp.ones((1, 16), f32)])
+    return jax.nn.softmax(scores) @ values
+
+
+def sink_args(rng):
+    ws = normal(rng, 16, 16, scale=0.25), normal(rng, 16, 16, scale=0.25)
+    return (*ws, np.asarray(-14, f32)), normal(rng, 32, 16)
+
+
 def from_a_grid(ws, x):
     """How far exponentials near one are from numbers near one."""
     grid = np.linspace(0.99, 1.01, 10, dtype="f4")
@@ -745,6 +759,7 @@ CASES = [
     Case("12_critic_trained", trained(critic), critic_args, ()),
     Case("12_information_trained", trained(information), wide_args, ()),
     Case("12_from_a_grid", returned(from_a_grid), wide_args, ()),
+    Case("12_learned_sink", learned_sink, sink_args),
 ]
 
 

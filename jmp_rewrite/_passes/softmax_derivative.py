@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from jmp_rewrite._passes.match import FLOAT32, is_float32
 from jmp_rewrite._passes.recompute_activations import origin_of, uncast
 from jmp_rewrite._passes.softmax_from_quotient import is_of_product
 from jmp_rewrite._passes.softmax_rounded import is_multiplied
-from jmp_rewrite._rules import EXACT
+
+# These spread sums over what was summed.
+_SPREADS = frozenset({"broadcast_in_dim", "expand_dims", "reshape"})
 
 
 def softmax_derivative(editor: Editor) -> None:
@@ -30,12 +33,13 @@ def softmax_derivative(editor: Editor) -> None:
     of cotangents is taken off exactly. A program that nobody differentiates is as it
     was.
 
-    On all devices, in functions that are no whole train steps.
+    On all devices, in functions that are no whole train steps, for bfloat16: float16
+    has no numbers for the small elements of a row.
 
     Gain: the gradient of a decorated loss of two blocks of a transformer takes 27 %
     fewer cycles and half the memory on a TPU v5e, a third less memory on an H200.
     """
-    if editor.whole_step:
+    if editor.whole_step or editor.half.name != "bfloat16":
         return
     for body, index, eqn in editor.find("div"):
         found = None if editor.is_backward(body, index) else _operand(body, eqn)
@@ -53,19 +57,54 @@ def softmax_derivative(editor: Editor) -> None:
 
 
 def _operand(body: Body, quotient: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Returns what a softmax is taken of and its axes; None if it is no softmax."""
+    """Returns what a softmax is taken of and its axes; None if it is no softmax.
+
+    Each element is divided by the sum of its own row, and by nothing that a user holds
+    constant.
+    """
     numerator, divisor = quotient.invars
     if not (is_float32(quotient.outvars[0]) and is_float32(numerator)):
         return None
     exponential, total = _maker(body, numerator), _maker(body, divisor)
-    while total is not None and total.primitive.name in EXACT:
+    spreads: list[Any] = []
+    while total is not None and total.primitive.name in _SPREADS:
+        spreads.append(total)
         total = _maker(body, total.invars[0])
     if exponential is None or exponential.primitive.name != "exp" or total is None:
         return None
     is_sum = total.primitive.name == "reduce_sum"
     if not is_sum or _maker(body, total.invars[0]) is not exponential:
         return None
-    return exponential.invars[0], tuple(total.params["axes"])
+    axes = tuple(total.params["axes"])
+    shape = exponential.outvars[0].aval.shape
+    return (exponential.invars[0], axes) if _is_row(shape, axes, spreads) else None
+
+
+def _is_row(shape: Sequence[int], axes: Sequence[int], spreads: Sequence[Any]) -> bool:
+    """Whether sums over axes are spread over these very axes.
+
+    Args:
+      shape: of what is summed.
+      axes: of the sums.
+      spreads: what spreads them, the last equation first.
+    """
+    kept = [d for d in range(len(shape)) if d not in axes]
+    dims: list[int | None] = [d if shape[d] != 1 else None for d in kept]
+    for eqn in reversed(spreads):
+        (out,) = eqn.outvars
+        new: list[int | None] = [None] * out.aval.ndim
+        if eqn.primitive.name == "broadcast_in_dim":
+            places = list(eqn.params["broadcast_dimensions"])
+        else:
+            places = [d for d, size in enumerate(out.aval.shape) if size != 1]
+            dims = [d for d in dims if d is not None]
+            if len(places) != len(dims):
+                return False
+        for place, dim in zip(places, dims, strict=True):
+            new[place] = dim
+        dims = new
+    wanted = [d if d in kept and shape[d] != 1 else None for d in range(len(shape))]
+    return dims == wanted
 
 
 def _maker(body: Body, atom: Any) -> Any:

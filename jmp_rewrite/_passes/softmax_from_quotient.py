@@ -34,10 +34,13 @@ def softmax_from_quotient(editor: Editor) -> None:
     softmax of parameters, which is exact: its derivative takes off what is common to a
     row of cotangents, and that may be 30 times what is left.
 
-    On NVIDIA GPUs, in whole train steps.
+    On NVIDIA GPUs, in whole train steps, for bfloat16: float16 has no numbers for the
+    small elements of a row, so that a learned score of -14 got no gradient.
 
     Gain: GPT-2 17 % less memory on an H200.
     """
+    if editor.half.name != "bfloat16":
+        return
     for body, index, eqn in editor.find("exp"):
         quotient = quotient_of(editor, body, index)
         stored = None if quotient is None else multiplied(editor, body, quotient)

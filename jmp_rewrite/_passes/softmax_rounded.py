@@ -51,17 +51,20 @@ def softmax_rounded(editor: Editor) -> None:
 
 def is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
     """Whether matrix multiplications alone read a value, rounded or moved."""
+    seen, left = {(body, var)}, [(body, var)]
     found = False
-    for place, index, _ in uses(body, var):
-        if index < 0:
-            return False
-        eqn = place.eqns[index]
-        if eqn.primitive.name in CASTS | EXACT:
-            if not all(is_multiplied(editor, place, v) for v in eqn.outvars):
+    while left:
+        for place, index, _ in uses(*left.pop()):
+            if index < 0 or index in place.held:  # a result, or a loop's carry
                 return False
-        elif not is_half_product(eqn, editor.half):
-            return False
-        found = True
+            eqn = place.eqns[index]
+            found = True
+            if eqn.primitive.name in CASTS | EXACT:
+                moved = [(place, v) for v in eqn.outvars if (place, v) not in seen]
+                seen.update(moved)
+                left += moved
+            elif not is_half_product(eqn, editor.half):
+                return False
     return found
 
 

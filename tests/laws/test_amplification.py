@@ -352,6 +352,16 @@ FOUND = {
     "inverse": chain("inverse", form="gradient"),
     "solved": chain("squared_distance", "inverse"),
     "triangle": chain("post_norm", "triangle", "waves"),
+    # What a loop carries around was followed for ever.
+    "experts": Program(
+        (
+            Statement("v0", "top", ("y",)),
+            Statement("v1", "gated_experts", ("v0", "v0")),
+            Statement("v2", "linear_t", ("v1", "v0")),
+        ),
+        ("v2",),
+        "step",
+    ),
 }
 
 

@@ -197,6 +197,44 @@ def test_higher_derivatives_maps_and_checkpoints_of_it(softmax):
     assert relative_error(tangents, jax.jvp(loss, (w, x), (w, x))[1]) < 2**-5
 
 
+@pytest.mark.parametrize(
+    "divided",
+    [
+        lambda e: e / jax.lax.stop_gradient(e.sum(-1, keepdims=True)),
+        lambda e: e / e.sum(-1)[None],
+        lambda e: e / e.sum(-1)[::-1, None],
+        lambda e: e / e.sum(-1)[0],
+        lambda e: e / e.sum(0)[:, None],
+    ],
+)
+def test_other_quotients_keep_their_derivative(divided):
+    """The sum of another row, or one that is held constant."""
+
+    def loss(w, x):
+        scores = (x @ w[0]) @ x.T
+        return jnp.square(divided(jnp.exp(scores)) @ (x @ w[1])).sum()
+
+    w, x = arguments()
+    assert DERIVATIVE not in explain(loss, BF16)(w, x).passes
+    found = gradient_of(loss, w, x)
+    assert relative_error(found, jax.grad(loss)(w, x)) < 2**-5
+
+
+@pytest.mark.parametrize("axes", [-1, 0, (0, 1)])
+@pytest.mark.parametrize("ones", [False, True])
+def test_softmaxes_over_any_axes_have_one(axes, ones):
+    def loss(w, x):
+        scores = (x @ w[0]) @ x.T
+        scores = scores[:, None, None] if ones else scores
+        axis = (0, -1) if ones and isinstance(axes, tuple) else axes
+        p = jax.nn.softmax(scores, axis)
+        return jnp.square(p @ (x @ w[1])).sum()
+
+    w, x = arguments()
+    assert explain(loss, BF16)(w, x).passes[DERIVATIVE] == 1
+    assert relative_error(gradient_of(loss, w, x), jax.grad(loss)(w, x)) < 2**-5
+
+
 def test_whole_steps_and_what_a_loss_reads_have_none():
     def step(w, x):
         return jax.grad(attention_loss(jax.nn.softmax))(w, x)
