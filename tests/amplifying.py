@@ -653,7 +653,7 @@ def near_uniform_args(rng):
 
 
 def learned_sink(ws, x):
-    """An attention with a learned score for nothing, which begins far below the rest."""
+    """An attention with a learned score for nothing, far below the others."""
     query, value, score = ws
     scores = (x @ query) @ x.T / 4
     scores = jnp.concatenate([scores, jnp.broadcast_to(score, (len(x), 1))], -1)

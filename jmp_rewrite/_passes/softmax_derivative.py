@@ -18,6 +18,8 @@ from jmp_rewrite._passes.recompute_activations import origin_of, uncast
 from jmp_rewrite._passes.softmax_from_quotient import is_of_product
 from jmp_rewrite._passes.softmax_rounded import is_multiplied
 
+# A dropout of an attention's weights.
+_DROPS = frozenset({"div", "mul", "select_n"})
 # These spread sums over what was summed.
 _SPREADS = frozenset({"broadcast_in_dim", "expand_dims", "reshape"})
 
@@ -47,7 +49,7 @@ def softmax_derivative(editor: Editor) -> None:
             continue
         x, axes = found
         (out,) = eqn.outvars
-        if not is_multiplied(editor, body, out) or not is_of_product(body, x):
+        if not is_multiplied(editor, body, out, _DROPS) or not is_of_product(body, x):
             continue
         operands, static = (x, *eqn.invars, out), {"axes": axes, "half": editor.half}
         (same,) = editor.insert(

@@ -49,8 +49,18 @@ def softmax_rounded(editor: Editor) -> None:
         editor.read(body, at, 0, stored)
 
 
-def is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
-    """Whether matrix multiplications alone read a value, rounded or moved."""
+def is_multiplied(
+    editor: Editor, body: Body, var: Any, through: frozenset[str] = frozenset()
+) -> bool:
+    """Whether matrix multiplications alone read a value, rounded or moved.
+
+    Args:
+      editor: the program.
+      body: where it is.
+      var: the value.
+      through: primitives that may stand before a matrix multiplication.
+    """
+    through |= CASTS | EXACT
     seen, left = {(body, var)}, [(body, var)]
     found = False
     while left:
@@ -59,7 +69,7 @@ def is_multiplied(editor: Editor, body: Body, var: Any) -> bool:
                 return False
             eqn = place.eqns[index]
             found = True
-            if eqn.primitive.name in CASTS | EXACT:
+            if eqn.primitive.name in through:
                 moved = [(place, v) for v in eqn.outvars if (place, v) not in seen]
                 seen.update(moved)
                 left += moved

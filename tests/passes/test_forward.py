@@ -235,6 +235,22 @@ def test_softmaxes_over_any_axes_have_one(axes, ones):
     assert relative_error(gradient_of(loss, w, x), jax.grad(loss)(w, x)) < 2**-5
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_dropped_weights_have_one(masked):
+    keep = jax.random.bernoulli(jax.random.key(0), 0.8, (T, T))
+
+    def loss(w, x):
+        p = jax.nn.softmax((x @ w[0]) @ x.T)
+        p = jnp.where(keep, p / 0.8, 0) if masked else p * (keep.astype(x.dtype) / 0.8)
+        return jnp.square(p @ (x @ w[1])).sum()
+
+    w, x = arguments()
+    assert explain(loss, BF16)(w, x).passes[DERIVATIVE] == 1
+    for device in DEVICES:
+        found = gradient_of(loss, w, x, device=device)
+        assert relative_error(found, jax.grad(loss)(w, x)) < 2**-5
+
+
 def test_whole_steps_and_what_a_loss_reads_have_none():
     def step(w, x):
         return jax.grad(attention_loss(jax.nn.softmax))(w, x)
