@@ -128,14 +128,6 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "softmax_derivative",
-        softmax_derivative,
-        ("all",),
-        "rounding",
-        frozenset({"exp"}),
-        whole_steps_only=False,
-    ),
-    Pass(
         "recompute_logistic",
         recompute_logistic,
         ("NVIDIA",),
@@ -148,6 +140,14 @@ PASSES: tuple[Pass, ...] = (
         ("CPU",),
         "rounding",
         frozenset({ROUNDING}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "softmax_derivative",
+        softmax_derivative,
+        ("all",),
+        "rounding",
+        frozenset({"exp"}),
         whole_steps_only=False,
     ),
     Pass(

@@ -48,10 +48,9 @@ ACTIVATIONS = frozenset(
 # From this many kernels on, XLA:GPU stores what it could compute again in each (there,
 # 23: a norm is five; a GELU is three, where it does not).
 MANY_KERNELS = 4
-# Of a forward function, whose backward pass is not there, or will be: a norm is two of
-# them there, statistics and result (ViT: 39 -> 19 MB of 177 on an H200; gradients of a
-# U-Net's loss, taken outside: 881 -> 818 MB).
-FORWARD_KERNELS = 2
+# Of a forward function, whose backward pass is not there, or will be (ViT: statistics
+# and result of a norm, and the residual stream; 39 -> 19 MB of 177 on an H200).
+FORWARD_KERNELS = 3
 # And what is made of several stored values, read for statistics along different axes:
 # from this many kernels on (there, 32).
 SEVERAL_KERNELS = 3
@@ -308,9 +307,6 @@ def _bottlenecks(
     add it in each of them, but once, and stores the sum beside the product, or in its
     place: in float32, unless it is rounded. What is joined to it, if that is small (a
     token for the class), and what moves it, are on the way.
-
-    Before differentiation a softmax's maximum is no kernel that counts: its derivative
-    is made of the exponentials.
     """
     many = MANY_KERNELS if pins.whole_step else FORWARD_KERNELS
     consumers, loops = graph.consumers(), graph.innermost_loops()
@@ -344,8 +340,7 @@ def _bottlenecks(
         seen, stack = {last}, [last]
         while stack and len(kernels) < many:
             for reader in consumers[stack.pop()]:
-                if pins.whole_step or graph.nodes[reader].name != "reduce_max":
-                    kernels.add(levels[reader])
+                kernels.add(levels[reader])
                 is_same = anchors[reader] == node.index
                 if reader not in seen and is_same and is_remade(reader, sizes[last]):
                     seen.add(reader)
