@@ -37,7 +37,7 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
 
     Raises:
       TypeError: if `fun` is no function.
-      ValueError: for an unknown policy.
+      ValueError: for an unknown policy, and for shapes of symbolic sizes.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -65,6 +65,7 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
         chosen = as_policy(fixed or inner.policy)
         given = inner.whole(args, kwargs)
         traced = _rewrite.trace_types(inner.fun, *given, inner.hide, chosen)
+        _check_sizes(traced)
         return _report(inner.fun, traced, chosen, call(args, kwargs, traced))
 
     def call(args: Any, kwargs: Any, traced: _rewrite.Traced) -> _cost.Call:
@@ -74,6 +75,17 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
         return _cost.call_of(fun, args, kwargs, traced, again)
 
     return explained
+
+
+def _check_sizes(traced: _rewrite.Traced) -> None:
+    """Raises a `ValueError` for arguments of symbolic sizes: bytes are numbers."""
+    for aval in traced.closed.in_avals:
+        if any(not isinstance(size, int) for size in getattr(aval, "shape", ())):
+            raise ValueError(
+                "explain counts bytes and operations, and expected known sizes, got "
+                f"{aval.str_short()}: give it an example. `mixed_precision` and "
+                "`jax.export` take symbolic sizes."
+            )
 
 
 def _report(

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import PRODUCTS, bit_equal, eqns, walk
-from jax import lax
+from jax import export, lax
 from jax.experimental import sparse
 from jax.extend import core as jex
 from programs import BY_NAME, PROGRAMS, W, mlp, mlp_args, normal, train_step
@@ -258,6 +258,13 @@ def test_non_functions_are_refused():
         explain(3)
     with pytest.raises(ValueError, match="a policy: 'mixed_float16'"):
         explain(mlp, "half")
+
+
+def test_symbolic_sizes_are_refused():
+    (size,) = export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((size, 8), jnp.float32)
+    with pytest.raises(ValueError, match=r"expected known sizes, got float32\[b,8\]"):
+        explain(lambda x, w: x @ w, "mixed_bfloat16")(x, spec(8, 8))
 
 
 # ---- reasons

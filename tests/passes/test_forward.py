@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import choices, devices_of, relative_error, trace
+from jax import export
 from programs import normal, weights
 
 from jmp_rewrite import explain, for_inference, mixed_precision, use_passes
@@ -249,6 +250,18 @@ def test_dropped_weights_have_one(masked):
     for device in DEVICES:
         found = gradient_of(loss, w, x, device=device)
         assert relative_error(found, jax.grad(loss)(w, x)) < 2**-5
+
+
+def test_attentions_of_symbolic_sizes_are_exported():
+    def loss(w, x):
+        return jnp.square(attend(jax.nn.softmax, w, x)).mean()
+
+    w, x = arguments()
+    (size,) = export.symbolic_shape("t")
+    args = w, jax.ShapeDtypeStruct((size, D), jnp.float32)
+    for fun in (mixed_precision(loss, BF16), jax.grad(mixed_precision(loss, BF16))):
+        exported = export.export(jax.jit(fun))(*args)
+        assert relative_error(exported.call(w, x), fun(w, x)) < 2**-7
 
 
 def test_whole_steps_and_what_a_loss_reads_have_none():
