@@ -33,7 +33,10 @@ def split_before_reshape(editor: Editor) -> None:
     takes of each part in the kernel of the product that makes it; XLA:GPU would read
     each of them once more.
 
-    On all devices; the sums on TPUs. In whole train steps.
+    A forward function of fewer rows than features, as one step of decoding, is left
+    alone: XLA:TPU would slice the weights, which are larger.
+
+    On all devices; the sums on TPUs.
 
     Gain: GPT-2 18 % fewer cycles on a TPU v5e (`benchmarks/NOTES.md`, 46).
     """
@@ -51,7 +54,8 @@ def split_before_reshape(editor: Editor) -> None:
             if (total := _summed(body, eqn, joined)) is not None:
                 _sum_parts(editor, body, index, *total)
         elif not is_late and eqn.primitive.name in _TAKEN:
-            if (taken := _taken(body, eqn)) is not None:
+            taken = _taken(body, eqn)
+            if taken is not None and (editor.whole_step or _has_rows(*taken)):
                 editor.replace(body, index, taken[0].parts, taken[1])
 
 
@@ -188,6 +192,12 @@ def _taken(body: Body, eqn: Any) -> tuple[Taken, Any] | None:
     shapes = tuple(v.aval.shape for v in eqn.outvars)
     dtype = eqn.outvars[0].aval.dtype
     return Taken(axis, bounds, order[dim], new, order, shapes, dtype), source
+
+
+def _has_rows(how: Taken, source: Any) -> bool:
+    """Whether an array has as many rows as features, unlike one step of decoding."""
+    features = source.aval.shape[how.axis]
+    return bool(source.aval.size // features >= features)
 
 
 def _joined(body: Body, reshape: Any) -> tuple[Joined, list[Any]] | None:

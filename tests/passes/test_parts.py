@@ -257,3 +257,23 @@ def test_a_number_that_is_reshaped_is_left_alone(policy):
 
     args = normal(WIDTH, 8), normal(B * T, WIDTH)
     assert relative_error(mixed_precision(step, policy)(*args), step(*args)) < 0.01
+
+
+def test_forward_functions_take_parts_of_many_rows_alone():
+    """One step of decoding has fewer rows than features: its weights would be cut."""
+
+    def attend(weight, x):
+        rows = (x @ weight).reshape(*x.shape[:2], 3, H, D)
+        q, k, v = (rows[:, :, i] for i in range(3))
+        scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", scores, v)
+
+    (weight, _), *_ = arguments()[0]
+    many, few = (jnp.asarray(normal(B, n, WIDTH)) for n in (32, 2))
+    for x, count in ((many, 3), (few, 0)):
+        report = explain(attend, "mixed_bfloat16")(weight, x)
+        assert report.passes.get("split_before_reshape", 0) == count
+        bit_equal(
+            mixed_precision(attend, "mixed_bfloat16")(weight, x),
+            without(attend, weight, x),
+        )
