@@ -125,7 +125,7 @@ def _differentiable(
 ) -> list[Any]:
     branches = {
         Where((GPU,)): lambda out, *_: [out, _kept(out, half)],
-        Where((TPU,)): lambda out, _, *read: [_divided(*read, half)] * 2,
+        Where((TPU,)): lambda _, __, *parts: [_divided(parts, half)] * 2,
     }
     choice = by_device([out, out], [numerator, divisor], branches)
     return [_softmax(axes, x, *choice, out)]
@@ -137,8 +137,9 @@ def _kept(quotient: Any, half: Any) -> Any:
     return _compat.convert(rounded, FLOAT32)
 
 
-def _divided(numerator: Any, divisor: Any, half: Any) -> Any:
+def _divided(parts: Sequence[Any], half: Any) -> Any:
     """Returns the quotient of a rounded exponential."""
+    numerator, divisor = parts
     return _compat.convert(_compat.convert(numerator, half), FLOAT32) / divisor
 
 
