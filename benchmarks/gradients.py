@@ -12,8 +12,6 @@ decorated. The last lines are ours / by hand and ours / float32.
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ import devices  # first: it keeps JAX off this machine's own accelerators
 import jax
 import jax.numpy as jnp
 import models
+import results
 
 import jmp_rewrite as jmpr
 from jmp_rewrite._cost.devices import target as target_of
@@ -52,39 +51,22 @@ def measure(model: str, mode: str, target: str, size: str) -> dict[str, Any]:
     return {name: getattr(seen, name) for name in COLUMNS}
 
 
-def shown(rows: dict[str, dict[str, Any]]) -> str:
-    """A table of all modes, and the ratios of ours."""
-    lines = [f"{'':16}" + "".join(f"{n.replace('_', ' '):>18}" for n in COLUMNS)]
-    for mode, row in rows.items():
-        cells = ["-" if row[n] is None else f"{row[n] / 1e6:,.1f} M" for n in COLUMNS]
-        lines.append(f"{mode:16}" + "".join(f"{c:>18}" for c in cells))
-    for other in ("by hand", "float32"):
-        ratios = [
-            f"{rows['ours'][n] / rows[other][n]:.2f}" if rows["ours"][n] else "-"
-            for n in COLUMNS
-        ]
-        cells = "".join(f"{r:>18}" for r in ratios)
-        lines.append(f"{'ours / ' + other:16}" + cells)
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
     parser.add_argument("--size", default="quick", choices=["full", "quick", "small"])
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json")
     options = parser.parse_args()
-    results: dict[str, Any] = {}
     for model in options.models:
         for target in options.targets:
             rows = {m: measure(model, m, target, options.size) for m in MODES}
-            results[f"{model} on {target}"] = rows
             print(f"{model} on {devices.TARGETS[target]}, {options.size}")
-            print(shown(rows), end="\n\n", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+            table = results.shown(rows, COLUMNS, "ours", ("by hand", "float32"))
+            print(table, end="\n\n", flush=True)
+            if options.json:
+                results.merge(options.json, "rows", {model: {target: rows}})
 
 
 if __name__ == "__main__":

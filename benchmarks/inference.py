@@ -18,8 +18,6 @@ line of each table is stored by for_inference / stored by hand.
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +25,7 @@ import devices  # first: it keeps JAX off this machine's own accelerators
 import jax
 import jax.numpy as jnp
 import models
+import results
 
 import jmp_rewrite as jmpr
 from jmp_rewrite._cost.devices import target as target_of
@@ -35,6 +34,7 @@ from jmp_rewrite._cost.estimate import estimate
 MODES = ("float32", "by hand, float32 weights", "by hand", "unstored", "stored")
 WIDE = "by hand, float32 logits"
 COLUMNS = ("argument_bytes", "temporary_bytes", "bytes_accessed", "estimated_cycles")
+SHOWN = (*COLUMNS, "bytes_written")
 MODELS = ["step", "loop", "gpt2", "vit", "whisper"]
 TOKENS = 64
 POLICY = "mixed_bfloat16"
@@ -135,41 +135,23 @@ def measure(model: str, mode: str, target: str, size: str) -> dict[str, Any]:
     return {**row, "bytes_written": seen.bytes_written}
 
 
-def shown(rows: dict[str, dict[str, Any]]) -> str:
-    """A table of all modes, and the ratios of what is stored to by hand."""
-    names = [*COLUMNS, "bytes_written"]
-    lines = [f"{'':34}" + "".join(f"{n.replace('_', ' '):>18}" for n in names)]
-    for mode, row in rows.items():
-        cells = ["-" if row[n] is None else f"{row[n] / 1e6:,.1f} M" for n in names]
-        lines.append(f"{mode:34}" + "".join(f"{c:>18}" for c in cells))
-    for other in (m for m in ("by hand", WIDE) if m in rows):
-        ratios = []
-        for name in names:
-            ours, by_hand = rows["stored"][name], rows[other][name]
-            ratios.append(f"{ours / by_hand:.2f}" if ours and by_hand else "-")
-        cells = "".join(f"{r:>18}" for r in ratios)
-        lines.append(f"{'stored / ' + other:34}" + cells)
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--targets", nargs="+", default=["v5e", "h200"])
     parser.add_argument("--size", default="quick", choices=["full", "quick", "small"])
-    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--json")
     options = parser.parse_args()
-    results: dict[str, Any] = {}
     for model in options.models:
         for target in options.targets:
             modes = (*MODES, WIDE) if model == "gpt2" else MODES
             rows = {m: measure(model, m, target, options.size) for m in modes}
-            results[f"{model} on {target}"] = rows
             print(f"{model} on {devices.TARGETS[target]}, {options.size}")
-            print(shown(rows), end="\n\n", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+            table = results.shown(rows, SHOWN, "stored", ("by hand", WIDE))
+            print(table, end="\n\n", flush=True)
+            if options.json:
+                results.merge(options.json, "rows", {model: {target: rows}})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "flax", "optax", "jmp",
@@ -68,3 +69,32 @@ def _update(old: dict[str, Any], new: dict[str, Any]) -> None:
             _update(old[key], value)
         else:
             old[key] = value
+
+
+def shown(
+    rows: dict[str, dict[str, Any]],
+    columns: Sequence[str],
+    ours: str,
+    others: Sequence[str],
+) -> str:
+    """A table of modes, in millions, and the ratios of one of them to others.
+
+    Args:
+      rows: mode -> column -> number, or None.
+      columns: which to show.
+      ours: the mode that is divided.
+      others: by which of the modes.
+    """
+
+    def line(title: str, cells: list[str]) -> str:
+        return f"{title:34}" + "".join(f"{c:>18}" for c in cells)
+
+    lines = [line("", [n.replace("_", " ") for n in columns])]
+    for mode, row in rows.items():
+        cells = ["-" if row[n] is None else f"{row[n] / 1e6:,.1f} M" for n in columns]
+        lines.append(line(mode, cells))
+    for other in (m for m in others if m in rows):
+        pairs = [(rows[ours][n], rows[other][n]) for n in columns]
+        ratios = [f"{a / b:.2f}" if a and b else "-" for a, b in pairs]
+        lines.append(line(f"{ours} / {other}", ratios))
+    return "\n".join(lines)
