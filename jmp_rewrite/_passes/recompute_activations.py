@@ -25,7 +25,7 @@ from jmp_rewrite._rules import ARITHMETIC, EXACT, LANES
 # compute `erf` faster; and XLA:TPU computes `tanh` twice by itself.
 _BOTH = frozenset({GPU, TPU_V5E})
 _FUNCTIONS = {"erf": _BOTH, "erfc": _BOTH, "tanh": frozenset({GPU})}
-# What no equation makes, or one that holds a jaxpr.
+# No equation: what none makes, or one that holds a jaxpr.
 _UNKNOWN = -1
 # Results that are made of more stored values than this are not followed: what one
 # kernel would read to compute them grows, and so would the time that this takes.
@@ -53,116 +53,105 @@ def recompute_activations(editor: Editor) -> None:
 class _Found:
     """What of a body is computed again, and from what.
 
-    An equation is told by its index; a value by the equation that makes it, whatever
-    casts follow. Numbers below `_UNKNOWN` are half parameters of the body: they are
-    stored.
+    Values are told by their variables, before any casts.
 
     Attributes:
-      devices: equation -> the devices on which the backward pass computes it again.
+      devices: value -> the devices on which the backward pass computes it again.
       chain: these, and those that lie between them and what is stored.
       anchors: the stored ones that all this starts from.
     """
 
     def __init__(self, editor: Editor, body: Body) -> None:
         self._editor, self._body = editor, body
-        self._stored: dict[int, bool] = {}
-        self._operands: dict[int, list[int]] = {}
-        functions = {i for i, _ in body.find(*_FUNCTIONS) if self.is_stored(i)}
+        self._stored: dict[Any, bool] = {}
+        self._operands: dict[Any, list[Any]] = {}
+        results = (eqn.outvars[0] for _, eqn in body.find(*_FUNCTIONS))
+        functions = {v for v in results if self.is_stored(v)}
         made_of = self._made_of(functions) if functions else {}
         kept = self._kept(made_of, functions)
-        self.devices: dict[int, frozenset[str]] = {}
-        for index, stored in made_of.items():
+        self.devices: dict[Any, frozenset[str]] = {}
+        for var, stored in made_of.items():
             if not stored or not stored <= kept:
                 continue
-            if index in functions:
-                self.devices[index] = _FUNCTIONS[body.eqns[index].primitive.name]
+            if var in functions:
+                self.devices[var] = _FUNCTIONS[body.made_by(var).primitive.name]
                 continue
-            sources = self._large(index)
-            found = [self.devices[s] for s in sources if s in self.devices]
+            found = [self.devices[s] for s in self._large(var) if s in self.devices]
             if found:
                 on = found[0].intersection(*found[1:])
-                on -= {GPU} if self.is_stored(index) else set()  # there, for a product
+                on -= {GPU} if self.is_stored(var) else set()  # there, for a product
                 if on:
-                    self.devices[index] = on
-        self.chain: set[int] = set()
+                    self.devices[var] = on
+        self.chain: set[Any] = set()
         stack = list(self.devices)
         while stack:
-            index = stack.pop()
-            if index not in self.chain:
-                self.chain.add(index)
-                between = set(self._large(index)) - made_of[index]
+            var = stack.pop()
+            if var not in self.chain:
+                self.chain.add(var)
+                between = set(self._large(var)) - made_of[var]
                 stack += [s for s in between if s in made_of]
-        self.anchors = frozenset().union(*(made_of[n] for n in self.devices))
+        self.anchors = frozenset().union(*(made_of[v] for v in self.devices))
 
-    def is_stored(self, index: int) -> bool:
-        """Whether a result is half: as it is computed, or rounded for all readers."""
-        if index < _UNKNOWN:
-            return True
-        if index not in self._stored:
-            body = self._body
-            (var, *_) = body.eqns[index].outvars
-            if var.aval.dtype == self._editor.half:
-                self._stored[index] = True
-            else:
-                reads = body.reads(var)
-                self._stored[index] = bool(reads) and all(
-                    i >= 0 and body.eqns[i].primitive.name in (ROUNDING, "by_device")
+    def is_stored(self, var: Any) -> bool:
+        """Whether a value is half: as it is computed, or rounded for all readers."""
+        if var not in self._stored:
+            reads = self._body.reads(var)
+            self._stored[var] = var.aval.dtype == self._editor.half or (
+                bool(reads)
+                and all(
+                    i >= 0
+                    and self._body.eqns[i].primitive.name in (ROUNDING, "by_device")
                     for i, _ in reads
                 )
-        return self._stored[index]
+            )
+        return self._stored[var]
 
-    def _large(self, index: int) -> list[int]:
-        """Returns the makers of operands that are not small beside the result.
+    def _large(self, var: Any) -> list[Any]:
+        """Returns the operands that are not small beside a result, before casts.
 
-        `_UNKNOWN` stands for what no equation of the body makes, or one that holds a
-        jaxpr.
+        None stands for what no equation of the body makes, or one that holds a jaxpr.
         """
-        if index not in self._operands:
-            self._operands[index] = self._large_operands(index)
-        return self._operands[index]
+        if var not in self._operands:
+            self._operands[var] = self._large_operands(var)
+        return self._operands[var]
 
-    def _large_operands(self, index: int) -> list[int]:
-        body, eqn = self._body, self._body.eqns[index]
-        size = math.prod(eqn.outvars[0].aval.shape)
+    def _large_operands(self, var: Any) -> list[Any]:
+        size = math.prod(var.aval.shape)
         found = []
-        for atom in eqn.invars:
-            if is_float(atom) and depends_on_inputs(body, atom):
+        for atom in self._body.made_by(var).invars:
+            if is_float(atom) and depends_on_inputs(self._body, atom):
                 if 2 * math.prod(atom.aval.shape) >= size:
                     found.append(self.source(atom))
         return found
 
-    def source(self, atom: Any) -> int:
-        """Returns what tells a value."""
+    def source(self, atom: Any) -> Any:
+        """Returns a value before casts; None if it is not known how it is stored."""
         var, index = uncast(self._body, atom)
-        at = self._body.parameter.get(var, -1) if index < 0 else -1
-        is_stored = at >= 0 and var.aval.dtype == self._editor.half
-        return _UNKNOWN - 1 - at if is_stored else index
+        if index >= 0:
+            return var
+        is_given = var in self._body.parameter and var.aval.dtype == self._editor.half
+        return var if is_given else None
 
-    def var(self, index: int) -> Any:
-        """Returns the variable of a value."""
-        if index < _UNKNOWN:
-            return self._body.invars[_UNKNOWN - 1 - index]
-        return self._body.eqns[index].outvars[0]
-
-    def _made_of(self, functions: set[int]) -> dict[int, frozenset[int]]:
+    def _made_of(self, functions: set[Any]) -> dict[Any, frozenset[Any]]:
         """Returns of which stored values each of a forward pass is made."""
         body, editor = self._body, self._editor
-        made_of: dict[int, frozenset[int]] = {}
-        follows: set[int] = set()  # what is made of one of the functions
+        made_of: dict[Any, frozenset[Any]] = {}
+        follows: set[Any] = set()  # what is made of one of the functions
         for index, eqn in enumerate(body.eqns[: self._last_backward()]):
-            if eqn.primitive.name not in ARITHMETIC and index not in functions:
+            var = eqn.outvars[0] if len(eqn.outvars) == 1 else None
+            if eqn.primitive.name not in ARITHMETIC and var not in functions:
                 continue
-            if _is_cast(eqn) or len(eqn.outvars) != 1 or not is_float(eqn.outvars[0]):
+            if _is_cast(eqn) or var is None or not is_float(var):
                 continue
             marks = editor.marks(body, index)
             if any(m.rewritten or (m.backward and not m.recomputed) for m in marks):
                 continue
-            found: set[int] = set()
-            large = self._large(index)
+            found: set[Any] = set()
+            large = self._large(var)
             for source in large:
-                if source == _UNKNOWN:
+                if source is None:
                     break
-                exact = source >= 0 and body.eqns[source].primitive.name in EXACT
+                exact = body.made_by(source, *EXACT) is not None
                 is_stored = self.is_stored(source)
                 if source in made_of and (source in follows or exact or not is_stored):
                     found |= made_of[source]
@@ -172,9 +161,9 @@ class _Found:
                     break
             else:
                 if len(found) <= _MANY_VALUES:
-                    made_of[index] = frozenset(found)
-                    if index in functions or follows.intersection(large):
-                        follows.add(index)
+                    made_of[var] = frozenset(found)
+                    if var in functions or follows.intersection(large):
+                        follows.add(var)
         return made_of
 
     def _last_backward(self) -> int:
@@ -186,22 +175,22 @@ class _Found:
         return 0
 
     def _kept(
-        self, made_of: dict[int, frozenset[int]], functions: set[int]
-    ) -> set[int]:
+        self, made_of: dict[Any, frozenset[Any]], functions: set[Any]
+    ) -> set[Any]:
         """Returns the stored values that a backward pass reads, whatever else is."""
-        direct: dict[int, frozenset[int]] = {}
-        for index, stored in made_of.items():
-            if index not in functions and not any(
+        direct: dict[Any, frozenset[Any]] = {}
+        for var, stored in made_of.items():
+            if var not in functions and not any(
                 s in functions or (s in made_of and s not in direct)
-                for s in self._large(index)
+                for s in self._large(var)
             ):
-                direct[index] = stored
+                direct[var] = stored
         candidates = {*direct, *frozenset().union(*made_of.values())}
-        read = {n for n in candidates if self._is_read_late(n)}
-        return read.union(*(direct[n] for n in read if n in direct))
+        read = {v for v in candidates if self._is_read_late(v)}
+        return read.union(*(direct[v] for v in read if v in direct))
 
-    def _is_read_late(self, index: int) -> bool:
-        left = [(self._body, self.var(index))]
+    def _is_read_late(self, var: Any) -> bool:
+        left = [(self._body, var)]
         while left:
             for body, at, _ in uses(*left.pop()):
                 if at < 0:
@@ -238,12 +227,12 @@ def uncast(body: Body, atom: Any) -> tuple[Any, int]:
     return None, _UNKNOWN
 
 
-def late_reads(editor: Editor, body: Body, index: int) -> list[tuple[int, int, Any]]:
+def late_reads(editor: Editor, body: Body, var: Any) -> list[tuple[int, int, Any]]:
     """Returns where a backward pass reads a value: (equation, position, variable).
 
     Of calls and loops nothing is returned: they are given what is stored.
     """
-    found, left = [], [body.eqns[index].outvars[0]]
+    found, left = [], [var]
     while left:
         var = left.pop()
         for at, position in body.reads(var):
@@ -258,9 +247,8 @@ def late_reads(editor: Editor, body: Body, index: int) -> list[tuple[int, int, A
     return sorted(found, key=lambda read: read[:2])
 
 
-def half_of(body: Body, eqn: Any, half: Any) -> Any:
-    """Returns the half copy of a result; None if there is none."""
-    (var,) = eqn.outvars
+def half_of(body: Body, var: Any, half: Any) -> Any:
+    """Returns the half copy of a value; None if there is none."""
     if var.aval.dtype == half:
         return var
     for at, _ in body.reads(var):
@@ -279,53 +267,53 @@ class _Again:
 
     def __init__(self, editor: Editor, body: Body, found: _Found) -> None:
         self._editor, self._body, self._found = editor, body, found
-        self._full: dict[int, Any] = {}
-        self._apart: dict[int, Any] = {}
-        self._read: dict[tuple[int, bool], Any] = {}
+        self._full: dict[Any, Any] = {}
+        self._apart: dict[Any, Any] = {}
+        self._read: dict[tuple[Any, bool], Any] = {}
 
     def edit(self) -> None:
         """Makes the backward pass read what it computes again."""
         reads = [
-            (at, position, var, index)
-            for index in self._found.devices
-            for at, position, var in late_reads(self._editor, self._body, index)
+            (at, position, read, var)
+            for var in self._found.devices
+            for at, position, read in late_reads(self._editor, self._body, var)
         ]
-        for at, position, var, index in sorted(reads, key=lambda read: read[:2]):
-            new = self._chosen(at, var, index)
+        for at, position, read, var in sorted(reads, key=lambda found: found[:2]):
+            new = self._chosen(at, read, var)
             if new is not None:
                 self._editor.read(self._body, at, position, new)
 
-    def _chosen(self, at: int, var: Any, index: int) -> Any:
+    def _chosen(self, at: int, read: Any, var: Any) -> Any:
         """Returns a reader's operand: on some devices the recomputed one."""
-        in_half = var.aval.dtype == self._editor.half
-        on = self._found.devices[index] - ({GPU} if in_half else set())
-        if not on or self._editor.was_here(self._body, var):
+        in_half = read.aval.dtype == self._editor.half
+        on = self._found.devices[var] - ({GPU} if in_half else set())
+        if not on or self._editor.was_here(self._body, read):
             return None
-        if (index, in_half) not in self._read:
-            again = self._computed(at, index)
+        if (var, in_half) not in self._read:
+            again = self._computed(at, var)
             if in_half:
-                again = self._rounded(at, again, var)
+                again = self._rounded(at, again, read)
             where = Where(tuple(d for d in (GPU, TPU_V5E) if d in on))
             (new,) = self._editor.choose(
-                self._body, at, [var], [again], {where: _second}
+                self._body, at, [read], [again], {where: _second}
             )
-            self._read[index, in_half] = new
-        return self._read[index, in_half]
+            self._read[var, in_half] = new
+        return self._read[var, in_half]
 
-    def _rounded(self, at: int, again: Any, var: Any) -> Any:
-        cast = self._body.made_by(var, *CASTS)
+    def _rounded(self, at: int, again: Any, read: Any) -> Any:
+        cast = self._body.made_by(read, *CASTS)
         how = () if cast is None else (cast.primitive, *cast.params.items())
         (half,) = self._editor.insert(
-            self._body, at, _cast_as, again, how=how, dtype=var.aval.dtype
+            self._body, at, _cast_as, again, how=how, dtype=read.aval.dtype
         )
         return half
 
-    def _computed(self, at: int, index: int) -> Any:
+    def _computed(self, at: int, var: Any) -> Any:
         """Computes a value again, in float32, in front of an equation."""
-        if index not in self._full:
-            eqn = self._body.eqns[index]
+        if var not in self._full:
+            eqn = self._body.made_by(var)
             operands = [self._before(at, v) for v in eqn.invars]
-            (self._full[index],) = self._editor.insert(
+            (self._full[var],) = self._editor.insert(
                 self._body,
                 at,
                 _in_float32,
@@ -334,7 +322,7 @@ class _Again:
                 params=tuple(eqn.params.items()),
                 half=self._editor.half,
             )
-        return self._full[index]
+        return self._full[var]
 
     def _before(self, at: int, atom: Any) -> Any:
         """Returns an operand of what is computed again."""
@@ -343,20 +331,12 @@ class _Again:
         source = self._found.source(atom)
         if source in self._found.anchors:
             if source not in self._apart:
-                stored = self._stored(source)
+                half = half_of(self._body, source, self._editor.half)
                 (self._apart[source],) = self._editor.insert(
-                    self._body, at, _from_stored, stored
+                    self._body, at, _from_stored, source if half is None else half
                 )
             return self._apart[source]
         return self._computed(at, source) if source in self._found.chain else atom
-
-    def _stored(self, index: int) -> Any:
-        """Returns the half variable of a stored value."""
-        var = self._found.var(index)
-        if index < 0:
-            return var
-        half = half_of(self._body, self._body.eqns[index], self._editor.half)
-        return var if half is None else half
 
 
 def _in_float32(

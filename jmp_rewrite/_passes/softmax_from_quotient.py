@@ -49,12 +49,12 @@ def softmax_from_quotient(editor: Editor) -> None:
         (x,) = eqn.invars
         if not is_of_product(body, x):
             continue
-        half = half_of(body, eqn, editor.half)
+        half = half_of(body, eqn.outvars[0], editor.half)
         if half is not None and not _forward_again(editor, body, half, x):
             continue
         divisor = quotient.invars[1]
         chosen: dict[Any, Any] = {}
-        for at, position, var in late_reads(editor, body, index):
+        for at, position, var in late_reads(editor, body, eqn.outvars[0]):
             if not is_float32(var) or editor.was_here(body, var):
                 continue
             if var not in chosen:
@@ -104,7 +104,7 @@ def quotient_of(editor: Editor, body: Body, index: int) -> Any:
 
 def multiplied(editor: Editor, body: Body, quotient: Any) -> Any:
     """Returns a quotient as a matrix multiplication reads it; None if none does."""
-    stored = half_of(body, quotient, editor.half)
+    stored = half_of(body, quotient.outvars[0], editor.half)
     places = [] if stored is None else uses(body, stored)
     at = [b.eqns[i] for b, i, _ in places if i >= 0]
     return stored if any(is_half_product(e, editor.half) for e in at) else None

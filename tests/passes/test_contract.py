@@ -72,6 +72,14 @@ def upsampled(params, x):
     return jnp.square((a + b) @ out).mean()
 
 
+def gated(params, x):
+    """An argument of an activation that is one of several results."""
+    w, out = params
+    a, b = jnp.split(x @ w, 2, axis=1)
+    h = jax.nn.gelu(b, approximate=False) * a + jnp.tanh(a) * jax.nn.softmax(b)
+    return jnp.square(h @ out[: F // 2]).mean()
+
+
 def convolved(params, x):
     w, out = params
     images = x.reshape(T // 4, 4, 4, D // 4)
@@ -115,6 +123,7 @@ LOSSES = (
     heads_of_many,
     silu_of_a_norm,
     softplus,
+    gated,
     upsampled,
     convolved,
     resized,
