@@ -31,6 +31,7 @@ import zoo2_science
 import zoo2_second
 import zoo2_third
 import zoo2_unseen
+import zoo2_unseen_eighth
 import zoo2_unseen_fifth
 import zoo2_unseen_fourth
 import zoo2_unseen_second
@@ -123,7 +124,25 @@ UNSEEN_SEVENTH = {
     "consistency": zoo2_unseen_seventh.Consistency,
     "foresight": zoo2_unseen_seventh.foresight,
 }
-PROGRAMS = FIRST | SECOND | UNSEEN | UNSEEN_SINCE | UNSEEN_LAST | UNSEEN_SEVENTH
+UNSEEN_EIGHTH = {
+    "joint_flow": zoo2_unseen_eighth.joint_flow,
+    "griffin": zoo2_unseen_eighth.griffin,
+    "big_gan": zoo2_unseen_eighth.BigGan,
+    "tab_net": zoo2_unseen_eighth.tab_net,
+    "promptable": zoo2_unseen_eighth.promptable,
+    "sparse_convnext": zoo2_unseen_eighth.sparse_convnext,
+    "gradient_cache": zoo2_unseen_eighth.GradientCache,
+    "soft_experts": zoo2_unseen_eighth.soft_experts,
+}
+PROGRAMS = (
+    FIRST
+    | SECOND
+    | UNSEEN
+    | UNSEEN_SINCE
+    | UNSEEN_LAST
+    | UNSEEN_SEVENTH
+    | UNSEEN_EIGHTH
+)
 MODES = ("float32", "by_hand", "ours")
 # What the bars are of.
 BARS = {"v5e": ("mcycles", "gb_accessed", "mb_temp"), "h200": ("gb_written", "mb_temp")}

@@ -115,6 +115,29 @@ def _split_joined(e: Any, a: Any) -> Any:
     return jnp.concatenate([right, left], 1)
 
 
+def _fused(e: Any, a: Any) -> Any:
+    """Two layers by one product."""
+    return a @ jnp.concatenate([e["w1"], e["w2"]], 1)
+
+
+def _in_slices(h: Any) -> Any:
+    return h[:, :N], h[:, N:]
+
+
+def _gated_by(activation: Any, parts: Any) -> Any:
+    values, gate = parts
+    return values * activation(gate)
+
+
+def _rotated(e: Any, a: Any) -> Any:
+    """Halves of a norm's result, turned by their position."""
+    h = _norm(a @ e["w1"] + e["bias"])
+    left, right = h[:, : N // 2], h[:, N // 2 :]
+    angle = np.arange(N, dtype=f32)[:, None] * np.array([1, 0.3, 0.1, 0.03], f32)
+    c, s = np.cos(angle), np.sin(angle)
+    return jnp.concatenate([left * c - right * s, right * c + left * s], 1)
+
+
 def _one_hot(e: Any) -> Any:
     return jax.nn.one_hot(IDS, N, dtype=jnp.float32)
 
@@ -218,6 +241,23 @@ OPS: dict[str, Op] = {
         attention=_attention,
         conv=_conv,
         gated=lambda e, a: jax.nn.silu(a @ e["w1"]) * (a @ e["w2"]),
+    ),
+    **_group(
+        "fused",
+        "u",
+        "u",
+        glu=lambda e, a: _gated_by(jax.nn.sigmoid, jnp.split(_fused(e, a), 2, axis=1)),
+        geglu=lambda e, a: _gated_by(
+            lambda h: jax.nn.gelu(h, approximate=False),
+            jnp.split(_fused(e, a), 2, axis=1),
+        ),
+        swiglu=lambda e, a: _gated_by(
+            jax.nn.silu, _in_slices(_fused(e, a) + jnp.tile(e["bias"], 2))
+        ),
+        softplus_gate=lambda e, a: _gated_by(
+            jax.nn.softplus, _in_slices(_fused(e, jnp.tanh(a)))[::-1]
+        ),
+        rotated=_rotated,
     ),
     **_group(
         "products",

@@ -17,6 +17,7 @@ from jmp_rewrite._graph.distinct import (
     updates_are_disjoint,
 )
 from jmp_rewrite._graph.higher_order import HANDLERS
+from jmp_rewrite._graph.joined import Padded
 from jmp_rewrite._graph.kernels import Kernels
 from jmp_rewrite._graph.nodes import (
     FLOAT32,
@@ -119,6 +120,7 @@ class Builder:
         self._often = shared_jaxprs(closed)
         self._bits: dict[Any, int] = {}
         self._kernels = Kernels(self.nodes, half)
+        self._padded = Padded()
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
     def sharing_key(self, jaxpr: Any, place: Place) -> Any:
@@ -267,14 +269,19 @@ class Builder:
             others = _not_float32(eqn, operands, number)
         if not (inputs or literals or avals):
             return None, others
+        filled = self._padded.filled(eqn, inputs, literals)
         index = self.add(name, eqn, place, inputs, avals, literals, trips)
         node = self.nodes[index]
+        self._padded.remember(index, filled)
         node.given = given
         node.mixed = _mixes(eqn)
         node.of_bits = of_bits
-        node.disjoint = name == "scatter-add" and updates_are_disjoint(
-            eqn, _distinct(operands[1]), _constant(operands[1])
-        )
+        node.disjoint = len(filled) > 1
+        if name == "scatter-add":
+            indices = operands[1]
+            node.disjoint = updates_are_disjoint(
+                eqn, _distinct(indices), _constant(indices)
+            )
         data = data or name in _DATA
         return index, [
             Value(v.aval, index, number, made_of_data=data, result=i)

@@ -5,6 +5,7 @@ half precision saves nothing and loses digits. Bytes move where a value is *stor
 
 - operands and results of matrix products, and results of what no compiler fuses with
   its readers (gathers, scatters, sorts, sums, windows, what loops hand on);
+- what is taken apart by slices, and the parts of what is joined;
 - a value that a later kernel reads, if it is costly (`exp`, `tanh`) or made of several
   stored values. One that is cheaply made of a single stored value is computed again:
   a layer norm's `x - mean` from `x`, but not the sum of two streams, because two values
@@ -28,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, has_to_be_read
-from jmp_rewrite._precision import origins
-from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
+from jmp_rewrite._graph import Graph, Node, Value, has_to_be_read, reached
+from jmp_rewrite._precision import loops, origins
+from jmp_rewrite._precision.origins import REDUCTIONS, leads_to_product, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules import COSTLY, MOVES, SHARP, VIEWS, Category
@@ -39,6 +40,9 @@ FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
 # No more elements than this take one line of a cache: half of it saves nothing.
 ONE_LINE = 16
+# One last layer's result, and what the loss makes of it, are few beside its operand
+# where they are so many times fewer. Half of them is an eighth of what it reads.
+FEW = 4
 
 # Of costly arithmetic, that of which a rounded result is as good as any: it is used as
 # a factor, while differences of logarithms are taken, and exponentials of them.
@@ -90,6 +94,9 @@ ENDS_KERNEL = frozenset(
     }
 )
 
+# What reads a part of its operand.
+TAKES_APART = frozenset({"dynamic_slice", "slice", "split", "unstack"})
+
 
 def storage(graph: Graph, pins: Pins) -> Storage:
     """Returns the cost of storing each value of a program in half or in float32."""
@@ -110,12 +117,13 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     wants = {n for n in operands if graph.nodes[n].name in MOVES}
     wants |= {n.index for n in graph.nodes if reads_half(n.index, pins)}
     activations = _activations(graph, pins)
+    few = _few_of_a_loss(graph, pins)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
     for node in graph.nodes:
         index, rounding = node.index, _price(node.size, node.trips)
         free = pins.may_round(index)
-        keeps = index in pins.emits_full or node.size <= ONE_LINE
+        keeps = index in pins.emits_full or node.size <= ONE_LINE or index in few
         if node.name == "stack_out":
             source = node.inputs[0].node
             origin = _moved(source, graph, pins)
@@ -136,6 +144,58 @@ def storage(graph: Graph, pins: Pins) -> Storage:
             saving += rounding  # products share the argument's rounded copy
         saved.append(saving)
     return Storage(saved, edges, may, ties)
+
+
+def _few_of_a_loss(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what a loss computes of few numbers, each made of many by a last layer.
+
+    One prediction an example, what the loss makes of it, and its cotangents: half of
+    these saves nothing beside the layer's operand.
+    """
+    nodes, products = graph.nodes, pins.products()
+    reads, readers = _through_carries(graph)
+    backward = {n for n in products if origins.is_backward(nodes[n])}
+    layers = leads_to_product(products - backward, reads, lambda n: False)
+    # Derivatives of layers, too, lead to no layer.
+    of_layers = reached(layers & products, readers, lambda n: n not in products)
+    again = {n.index for n in nodes if n.place.recomputed}
+    layered = layers | of_layers | again | reached(backward, readers)
+    ours = set(range(len(nodes))) - layered
+    # Of the layer before, and of the one that the cotangent is handed to.
+    sizes = {
+        n: [v.size for v in nodes[n].inputs if not _is_weight(v, graph, pins)]
+        for n in products
+    }
+    operands = {n: max(of, default=0) for n, of in sizes.items()}
+    before, after = [0] * len(nodes), [0] * len(nodes)
+    for node in nodes:
+        sources = [before[n] for n in reads[node.index]]
+        before[node.index] = operands.get(node.index, max(sources, default=0))
+    for node in reversed(nodes):
+        found = [operands.get(n, after[n]) for n in readers[node.index]]
+        after[node.index] = max(found, default=0)
+    return {n for n in ours if FEW * nodes[n].size <= max(before[n], after[n])}
+
+
+def _is_weight(value: Value, graph: Graph, pins: Pins) -> bool:
+    """Whether a value is a parameter, as it is or moved."""
+    while value.node >= 0:
+        node = graph.nodes[value.node]
+        if not moves_exactly(node, pins) or len(node.inputs) != 1:
+            return False
+        (value,) = node.inputs
+    return value.argument in pins.trained
+
+
+def _through_carries(graph: Graph) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns what each node reads, and what reads it, in the next iteration too."""
+    reads = [list(n) for n in graph.predecessors()]
+    readers = [list(n) for n in graph.consumers()]
+    for loop in graph.loops:
+        for received, handed_on in loop.carries:
+            reads[received].append(handed_on)
+            readers[handed_on].append(received)
+    return reads, readers
 
 
 def _activations(graph: Graph, pins: Pins) -> set[int]:
@@ -165,6 +225,14 @@ def _moved(node: int, graph: Graph, pins: Pins) -> int:
         if len(sources) != 1 or sources[0] < 0 or graph.nodes[node].eqn is None:
             break
         (node,) = sources
+    return node
+
+
+def _unpadded(node: int, graph: Graph, pins: Pins) -> int:
+    """Returns the node that computes what is moved and padded with zeros."""
+    node = _moved(node, graph, pins)
+    while graph.nodes[node].name == "pad" and graph.nodes[node].inputs[0].node >= 0:
+        node = _moved(graph.nodes[node].inputs[0].node, graph, pins)
     return node
 
 
@@ -239,14 +307,16 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
     it is computed.
     """
     stored = _ends_kernel(graph, pins)
-    loops = graph.innermost_loops()
+    for apart in _taken_apart(graph, pins) | _joined(graph, pins):
+        stored[apart] = True
+    innermost = graph.innermost_loops()
     anchors = _anchors(graph, stored)
     sources = [_sources(n) for n in graph.nodes]
     levels = _levels(sources, stored)
     needed: set[int | None] = set()
     for node in graph.nodes:
         for source in sources[node.index]:
-            if loops[source] != loops[node.index]:
+            if innermost[source] != innermost[node.index]:
                 needed.add(source)  # passed into a loop, or stacked by one
             elif levels[node.index] > levels[source] + stored[source]:
                 if not stored[node.index]:
@@ -272,6 +342,40 @@ def _ends_kernel(graph: Graph, pins: Pins) -> list[bool]:
         n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
         for n in graph.nodes
     ]
+
+
+def _taken_apart(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what is computed as a whole, and read in parts.
+
+    The gate and the values of a gated layer are made by one product and a bias, and
+    halves of a norm's result are rotated by a position. XLA:TPU ends a kernel in front
+    of a slice, and stores what it slices: in float32, unless it is rounded.
+    """
+    parts: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.name in TAKES_APART and node.inputs and node.inputs[0].node >= 0:
+            source = node.inputs[0].node
+            parts[source] = parts.get(source, 0) + node.size
+    whole = (n for n, size in parts.items() if size >= graph.nodes[n].size)
+    found = {_moved(n, graph, pins) for n in whole}
+    return found - loops.of_carried_states(graph, lambda n: reads_half(n, pins))
+
+
+def _joined(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what is computed in parts, and read as a whole.
+
+    So it is with cotangents of what was taken apart. Compilers write the parts, or
+    copy them to where they are joined.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        of_pads = node.disjoint and node.name != "scatter-add"
+        if node.name == "concatenate" or of_pads:
+            parts = {_unpadded(v.node, graph, pins) for v in node.inputs if v.node >= 0}
+            sizes = sorted(graph.nodes[n].size for n in parts)
+            if len(sizes) > 1 and 2 * sizes[-2] >= sizes[-1]:
+                found |= parts
+    return found
 
 
 def _sources(node: Node) -> list[int]:
@@ -309,7 +413,7 @@ def _bottlenecks(
     token for the class), and what moves it, are on the way.
     """
     many = MANY_KERNELS if pins.whole_step else FORWARD_KERNELS
-    consumers, loops = graph.consumers(), graph.innermost_loops()
+    consumers, innermost = graph.consumers(), graph.innermost_loops()
     sizes = [n.size for n in graph.nodes]
     spread = _spread(graph)
 
@@ -322,7 +426,7 @@ def _bottlenecks(
         size = sizes[source]
         inputs = graph.nodes[index].inputs
         large = sum(has_to_be_read(v, size) and v.node not in spread for v in inputs)
-        same_loop = loops[index] == loops[source]
+        same_loop = innermost[index] == innermost[source]
         return same_loop and large == 1 and is_remade(index, size)
 
     found: set[int] = set()

@@ -205,7 +205,14 @@ def _scatter_add(node: Node) -> Category:
     return CLEAR if node.disjoint and node.literals.get(0) == 0.0 else DENY
 
 
+def _sum(node: Node) -> Category:
+    """Where no two terms meet it is a concatenation of padded arrays."""
+    return CLEAR if node.disjoint else INFER
+
+
 _SPECIAL = {
+    "add": _sum,
+    "add_any": _sum,
     "convert_element_type": _convert,
     "scatter-add": _scatter_add,
     "reduce_precision": _reduce_precision,

@@ -65,6 +65,40 @@ def recurrent_activations(
     return inside & made_by_products(categories, consumers)
 
 
+def of_carried_states(graph: Graph, products: Callable[[int], bool]) -> set[int]:
+    """Returns what the cells of recurrent layers compute of the state they carry.
+
+    A cell multiplies it by the same weights in each iteration, a stack of layers by
+    slices of stacked ones.
+
+    Args:
+      graph: the program.
+      products: whether a node is a matrix multiplication of half operands.
+    """
+    found: set[int] = set()
+    consumers = graph.consumers()
+    for loop in graph.loops:
+        within = loop.nodes.__contains__
+        carried = reached([r for r, _ in loop.carries], consumers, within)
+        sliced = [
+            n for n in loop.nodes
+            if any(v.slice_of == loop.token for v in graph.nodes[n].inputs)
+        ]  # fmt: skip
+        varies = carried | reached(sliced, consumers, within)
+        cells = [
+            n
+            for n in loop.nodes
+            if products(n)
+            and any(v.node in carried for v in graph.nodes[n].inputs)
+            and not all(
+                v.node in varies or v.slice_of == loop.token
+                for v in graph.nodes[n].inputs
+            )
+        ]
+        found |= reached(cells, consumers, within)
+    return found
+
+
 # Linear in what they read, if it is one value or none of the others depends on it.
 _LINEAR = (MOVES - {"carry_in", "join"}) | {
     "add",

@@ -758,3 +758,99 @@ def test_carried_scores_are_float32(shifted):
     assert [str(v.aval.dtype) for v in carried] == ["float32"] * 2
     half = mixed_precision(score, "mixed_bfloat16")(params, x)
     assert abs(half - score(params, x)) < 0.1 * score(params, x)
+
+
+def halves_by_split(h):
+    return jnp.split(h, 2, axis=1)
+
+
+def halves_by_slices(h):
+    return h[:, :48], h[:, 48:]
+
+
+def gated_step(halves, activation=jax.nn.silu):
+    """A step of a layer whose values and gate one product and a bias make."""
+    w, bias, out = weights((D, 96), (96,), (48, D))
+
+    def loss(params, x):
+        w, bias, out = params
+        values, gate = halves(x @ w + bias[None])
+        return jnp.square(values * activation(gate) @ out).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    return mixed_precision(step, "mixed_bfloat16"), [w, bias, out], normal(T, D)
+
+
+@pytest.mark.parametrize("halves", [halves_by_split, halves_by_slices])
+@pytest.mark.parametrize("activation", [jax.nn.silu, jnp.tanh])
+def test_what_is_taken_apart_and_joined_is_rounded(halves, activation):
+    """XLA:TPU stores what it slices, and compilers store what they join."""
+    jaxpr = trace(*gated_step(halves, activation))
+    names = ("split", "slice", "concatenate", "pad")
+    moved = [e for n in names for e in eqns(jaxpr, n) if T in e.outvars[0].aval.shape]
+    assert len(moved) == (2 if halves is halves_by_split else 4)
+    assert {d for e in moved for d in dtypes_out(e)} == {"bfloat16"}
+
+
+def test_what_is_read_in_part_alone_is_not_rounded():
+    """Of the last place of a sequence, say, nothing whole is stored."""
+
+    def head(h):
+        return jnp.tile(h[:, :24], 2), jnp.tile(h[:, 24:48], 2)
+
+    jaxpr = trace(*gated_step(head))
+    slices = [e for e in eqns(jaxpr, "slice") if e.outvars[0].aval.shape[0] == T]
+    assert {d for e in slices for d in dtypes_out(e)} == {"float32"}
+
+
+def test_the_gates_of_a_cell_are_not_rounded_before_they_are_split():
+    params = weights((D, 4 * D), (D, 4 * D))
+
+    def cell(params, state, x):
+        h, c = state
+        i, f, g, o = jnp.split(x @ params[0] + h @ params[1], 4, axis=1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+    def step(params, xs):
+        def loss(params):
+            zeros = jnp.zeros((T, D))
+            (h, _), _ = lax.scan(lambda s, x: cell(params, s, x), (zeros, zeros), xs)
+            return jnp.square(h).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    step = mixed_precision(step, "mixed_bfloat16")
+    (split,) = eqns(trace(step, params, normal(3, T, D)), "split")
+    assert set(dtypes_out(split)) == {"float32"}
+
+
+def predicted_step(outputs):
+    """A step of a network with so many outputs, whose loss takes an exponential."""
+    params = weights((D, 64), (64, outputs), (outputs,))
+
+    def loss(params, x):
+        w, out, bias = params
+        return jnp.log(jnp.exp(jnp.tanh(x @ w) @ out + bias[None]).mean())
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    return mixed_precision(step, "mixed_bfloat16"), params, normal(64, D)
+
+
+@pytest.mark.parametrize(("outputs", "few"), [(1, True), (16, True), (32, False)])
+def test_a_loss_of_few_numbers_is_float32(outputs, few):
+    """Half of what a last layer makes of four times as much saves nothing."""
+    jaxpr = trace(*predicted_step(outputs))
+    products = eqns(jaxpr, "dot_general")
+    made = products[1]  # the last of the forward pass
+    assert dtypes_out(made) == ["float32" if few else "bfloat16"]
+    made_of = [e.outvars[0] for e in eqns(jaxpr, "exp")]
+    casts = [e for e in walk(jaxpr) if any(v in e.invars for v in made_of)]
+    rounds = any(d == "bfloat16" for e in casts for d in dtypes_out(e))
+    assert rounds == (not few)
+    # The bias adds up what the loss hands back, and the layer reads a rounded copy.
+    assert all(set(dtypes_in(e)) == {"bfloat16"} for e in products)

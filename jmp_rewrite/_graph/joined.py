@@ -1,0 +1,60 @@
+"""Sums of padded arrays that never meet: they add nothing up.
+
+The gradient of what is read in slices is a sum of cotangents, each padded with zeros.
+Where no two of them meet it is their concatenation, and what moves values has no
+precision of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jmp_rewrite._graph.nodes import Value
+
+# Start and end along each dimension; all outside is zero.
+Box = tuple[tuple[int, int], ...]
+
+_SUMS = frozenset({"add", "add_any"})
+
+
+class Padded:
+    """The places that the padded arrays of a program fill."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[int, tuple[Box, ...]] = {}
+
+    def filled(
+        self, eqn: Any, inputs: Sequence[Value], literals: Mapping[int, Any]
+    ) -> tuple[Box, ...]:
+        """Returns the places that a result fills; none if that is not known.
+
+        Of a sum they are known if no two of its terms meet.
+        """
+        name = eqn.primitive.name
+        if name == "pad" and literals.get(1) == 0.0:
+            return _of_pad(eqn)
+        if name in _SUMS and len(inputs) == 2:
+            first, second = (self._boxes.get(v.node, ()) for v in inputs)
+            if first and second and not any(_meet(a, b) for a in first for b in second):
+                return first + second
+        return ()
+
+    def remember(self, node: int, boxes: tuple[Box, ...]) -> None:
+        """Keeps what a node's result fills."""
+        if boxes:
+            self._boxes[node] = boxes
+
+
+def _of_pad(eqn: Any) -> tuple[Box, ...]:
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if not all(isinstance(n, int) for n in (*before, *after)):
+        return ()
+    ends = ((low, n - high) for n, (low, high, _) in
+            zip(after, eqn.params["padding_config"], strict=True))  # fmt: skip
+    return (tuple(ends),)
+
+
+def _meet(a: Box, b: Box) -> bool:
+    """Whether two boxes have a place in common."""
+    return all(s < f and e < g for (s, g), (e, f) in zip(a, b, strict=True))
