@@ -661,6 +661,55 @@ def learned_sink(ws, x):
     return jax.nn.softmax(scores) @ values
 
 
+# ---- 13: losses of few numbers, each made of many
+
+
+def predicted(ws, x):
+    hidden, out, bias = ws
+    return jnp.tanh(x @ hidden) @ out + bias
+
+
+def few_args(outputs):
+    def draw(rng):
+        ws = normal(rng, 16, 64, scale=0.25), normal(rng, 64, outputs, scale=0.125)
+        bias = normal(rng, outputs, scale=0.1)
+        return (*ws, bias), normal(rng, 64, 16), normal(rng, 64, outputs)
+
+    return draw
+
+
+def with_gradient(loss):
+    """Returns a loss and its gradient, as a whole step computes them."""
+    return lambda ws, x, y: jax.value_and_grad(loss)(ws, x, y)
+
+
+def entropic_risk(ws, x, y):
+    """A logarithm of a mean of what is near one, as in deep hedging."""
+    return 100 * jnp.log(jnp.exp(-0.01 * (predicted(ws, x) + y)).mean())
+
+
+def free_energy(ws, x, y):
+    work = 0.3 * predicted(ws, x) + 0.1 * y
+    return -jnp.log(jnp.exp(-work).mean()) - work.mean()
+
+
+def reweighted(ws, x, y):
+    weight = jnp.exp(0.1 * predicted(ws, x))
+    return (weight * y).sum() / weight.sum() - y.mean()
+
+
+def log_returns(ws, x, y):
+    """All but invariant to the last bias, whose gradient is a small sum."""
+    prices = 300 + predicted(ws, x)
+    return jnp.mean((300 * jnp.diff(jnp.log(prices), axis=0) - y[1:]) ** 2)
+
+
+def value_differences(ws, x, y):
+    value = lambda x: predicted(ws, x)[:, 0]  # noqa: E731
+    gain = value(x) - 0.99 * value(x + 0.3 * y[:, :1])
+    return jnp.log(jnp.exp(gain).mean()) - 0.01 * value(x[::-1]).mean()
+
+
 def sink_args(rng):
     ws = normal(rng, 16, 16, scale=0.25), normal(rng, 16, 16, scale=0.25)
     return (*ws, np.asarray(-14, f32)), normal(rng, 32, 16)
@@ -760,6 +809,12 @@ CASES = [
     Case("12_information_trained", trained(information), wide_args, ()),
     Case("12_from_a_grid", returned(from_a_grid), wide_args, ()),
     Case("12_learned_sink", learned_sink, sink_args),
+    # Whole steps: by hand, a loss is float32 as well.
+    Case("13_entropic_risk", with_gradient(entropic_risk), few_args(1), ()),
+    Case("13_free_energy", with_gradient(free_energy), few_args(1), ()),
+    Case("13_reweighted", with_gradient(reweighted), few_args(1), ()),
+    Case("13_log_returns", with_gradient(log_returns), few_args(6), ()),
+    Case("13_value_differences", with_gradient(value_differences), few_args(6), ()),
 ]
 
 
