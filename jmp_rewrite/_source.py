@@ -46,6 +46,8 @@ def check_kind(fun: Any, by: str) -> None:
         what = "class, whose objects are called: decorate its method __call__"
     elif isinstance(fun, staticmethod):
         what = f"static method: put @staticmethod above @{by}"
+    elif isinstance(fun, classmethod):
+        what = f"class method: put @classmethod above @{by}"
     elif inspect.isgeneratorfunction(fun) or inspect.isasyncgenfunction(fun):
         what = "generator, which runs after the call: decorate what it calls"
     elif inspect.iscoroutinefunction(fun):

@@ -200,6 +200,16 @@ def parse_rules(rules: Mapping[Any, Category | str]) -> dict[str, Category]:
     return parsed
 
 
+# What functions of JAX are made of.
+_PRIMITIVES = {
+    "einsum": "dot_general",
+    "matmul": "dot_general",
+    "mean": "reduce_sum",
+    "softmax": "exp",
+    "tensordot": "dot_general",
+}
+
+
 def _parse_rule(key: object) -> str:
     if isinstance(key, Primitive):
         return key.name
@@ -207,6 +217,7 @@ def _parse_rule(key: object) -> str:
         raise TypeError(f"expected a primitive's name or a Primitive, got {key!r}")
     if key not in RULES:
         longer = [name for name in RULES if name.startswith(f"{key}_")]  # "dot"
+        longer = [_PRIMITIVES[key]] if key in _PRIMITIVES else longer
         (nearest,) = difflib.get_close_matches(key, longer or RULES, n=1, cutoff=0.0)
         raise ValueError(
             "expected the name of a JAX primitive, as jax.make_jaxpr prints it, got "

@@ -134,6 +134,8 @@ def mixed_precision(
       Micikevicius et al., `Mixed Precision Training
       <https://arxiv.org/abs/1710.03740>`_, 2018.
     """
+    if isinstance(fun, classmethod):
+        check_kind(fun, "mixed_precision")  # which is not callable
     if fun is None or _is_policy(fun) or not callable(fun):
         chosen = policy if fun is None else _only_policy(fun, policy)
         return functools.partial(_decorate, chosen, static_argnums, static_argnames)
@@ -296,7 +298,7 @@ def undecorated(fun: Any) -> Decorated:
 
 def _decorate(policy: PolicyLike, numbers: Any, names: Any, fun: Any) -> Any:
     """Decorates a function as `@mixed_precision("...")` does."""
-    if not callable(fun):
+    if not (callable(fun) or isinstance(fun, classmethod)):
         given = not_a_function(fun)
         raise TypeError(
             f"mixed_precision expected a function to decorate, got {given}."

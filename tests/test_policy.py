@@ -352,6 +352,8 @@ def test_unknown_rule_names_the_nearest():
         ValueError, match="got 'reduce_summ': the nearest is 'reduce_sum"
     ):
         Policy("mixed_float16", rules={"reduce_summ": "infer"})
+    with pytest.raises(ValueError, match="got 'matmul': the nearest is 'dot_general'"):
+        Policy("mixed_bfloat16", rules={"matmul": "deny"})
     with pytest.raises(ValueError, match="got 'dot': the nearest is 'dot_general'"):
         Policy("mixed_float16", rules={"dot": "infer"})
     with pytest.raises(ValueError, match="as jax.make_jaxpr prints it.*the nearest is"):

@@ -202,6 +202,12 @@ def test_what_a_call_does_not_run(wrong, what):
             make(wrong)
 
 
+@pytest.mark.parametrize("make", [mixed_precision, mixed_precision("mixed_bfloat16")])
+def test_a_class_method_is_refused(make):
+    with pytest.raises(TypeError, match="class method: put @classmethod above"):
+        make(classmethod(f))
+
+
 def test_jitted_functions():
     assert halves(mixed_precision(jax.jit(f), "mixed_bfloat16"), X, W) == [
         "bfloat16",

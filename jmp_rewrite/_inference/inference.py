@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -141,6 +142,10 @@ class Inference(Generic[P, R]):
         self._policy = given if own is None else own  # an inner policy decides inside
         self._numbers = Numbers.of(plain, weights, state)
         wraps(plain, self)  # type: ignore[arg-type]
+        # So that `explain` and `diagnose` know the policy.
+        self.decorated = _transform.Decorated(
+            self, self._of_stored(), self._policy, lambda args, kwargs: (args, kwargs)
+        )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function, on stored or unstored arguments."""
@@ -207,6 +212,20 @@ class Inference(Generic[P, R]):
         return _report.InferenceReport(name, repr(policy), tuple(rows))
 
     # ---- arguments
+
+    def _of_stored(self) -> Callable[..., Any]:
+        """Returns the function of stored arguments, of which it widens what is half."""
+        own = {*self._numbers.weights, *self._numbers.state}
+
+        @functools.wraps(self._fun, updated=())
+        def of_stored(*args: Any, **kwargs: Any) -> Any:
+            shown = (
+                tree_util.tree_map(_in_float32, x) if i in own and _holds_half(x) else x
+                for i, x in enumerate(args)
+            )
+            return self._fun(*shown, **kwargs)
+
+        return of_stored
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a call's arguments with those given by name at their positions."""
@@ -359,6 +378,14 @@ def _in_half(x: Any, half: np.dtype) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=half, weak_type=False)
     return _compat.convert(x, half)
+
+
+def _holds_half(tree: Any) -> bool:
+    return any(map(is_half, tree_util.tree_leaves(tree)))
+
+
+def _in_float32(x: Any) -> Any:
+    return _compat.convert(x, FLOAT32) if is_half(x) else x
 
 
 def _type_of(x: Any) -> Any:

@@ -87,6 +87,10 @@ class Branch(NamedTuple):
     jaxpr: Any
 
 
+# What JAX calls them.
+_PLATFORMS = {"cuda": "nvidia gpu", "gpu": "nvidia gpu", "tpu": "tpu v5e"}
+
+
 def device_of(name: str) -> tuple[str, ...]:
     """Returns the platform and generation of a device, as `Where.devices` names them.
 
@@ -98,6 +102,8 @@ def device_of(name: str) -> tuple[str, ...]:
     if small in by_name:
         return DEVICES[by_name[small]]
     near = difflib.get_close_matches(small, by_name, n=1, cutoff=0.3)
+    if small in _PLATFORMS:
+        near = [_PLATFORMS[small]]
     hint = f"; did you mean {by_name[near[0]]!r}?" if near else "."
     raise ValueError(
         f"expected one of the devices {', '.join(DEVICES)}, got {name!r}{hint}"

@@ -19,6 +19,8 @@ from programs import PROGRAMS
 
 from jmp_rewrite import (
     Policy,
+    diagnose,
+    explain,
     for_inference,
     full_precision,
     half_precision,
@@ -921,3 +923,18 @@ def test_a_call_with_too_few_arguments():
     serve = for_inference(lambda *args: args[0], BF16, weights=2)
     with pytest.raises(ValueError, match="the call has 1 positional"):
         serve(jnp.ones(2))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_explain_and_diagnose_know_its_policy(policy, is_stored):
+    serve = for_inference(lambda w, x: jnp.tanh(x @ w) @ w, policy)
+    args = jnp.eye(16), jnp.ones((4, 16))
+    args = serve.store(*args) if is_stored else args
+    report = explain(serve)(*args)
+    products = [e.dtype for e in report.equations if e.primitive == "dot_general"]
+    assert products == [HALF[policy]] * 2
+    for shown in (report, diagnose(serve)(*args)):
+        assert f"under Policy('{policy}')" in str(shown).splitlines()[0]
+    asked = explain(serve, "float32")(*args)
+    assert {e.dtype for e in asked.equations if e.flops} == {"float32"}

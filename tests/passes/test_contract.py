@@ -335,6 +335,7 @@ def test_the_switch_takes_part_in_the_cache_key():
         ("nonee", None, "did you mean 'none'"),
         ("keep_rounding,-live_ranges", None, "got both"),
         ("", None, "expected"),
+        ("all", "gpu", "did you mean 'NVIDIA GPU'"),
         ("all", "TPU v5", "expected one of the devices .* did you mean 'TPU v5"),
     ],
 )
