@@ -75,6 +75,9 @@ def epilogue_in_product(editor: Editor) -> None:
             continue
         if editor.is_asked(body, index) or _is_merged(editor, body, eqn):
             continue
+        _, (batch, _) = eqn.params["dimension_numbers"]
+        if len(batch) > 1:  # XLA makes one of them, and fuses nothing behind it
+            continue
         found = _steps(editor, body, out)
         if found is not None and not _is_cut(body, found[1]):
             _compute_inside(editor, body, eqn, *found, instead)

@@ -144,6 +144,14 @@ def gated(params, x):
     return jnp.square(h @ last).mean()
 
 
+def capped_scores(params, x):
+    first, second, last = params
+    h = (x @ first).reshape(2, 12, 4, 8)
+    scores = 5.0 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", h, h) / 5.0)
+    h = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), h)
+    return jnp.square(h.reshape(24, 32) @ second @ last).mean()
+
+
 def layers():
     return weights((16, 32), (32, 32), (32, 8)), jnp.asarray(normal(24, 16))
 
@@ -155,6 +163,7 @@ def layers():
         (capped, 1),
         (gelu, 0),  # the argument is read several times
         (gated, 0),  # XLA merges two products of one operand
+        (capped_scores, 0),  # and several batch dimensions, behind which it fuses none
     ],
 )
 def test_an_epilogue_is_computed_in_its_product(loss, count):
