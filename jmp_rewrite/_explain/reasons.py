@@ -90,7 +90,7 @@ class Verdicts:
             if label is not Label.WIDENED or node.name not in PRODUCTS:
                 return f"{what}; {_REDUCED}" if is_reduced else what
             why = self._plan.pins.read_by.get(index, "").removeprefix("full: ")
-            why += self._at(self._plan.pins.blame[index]) if why else ""
+            why += self._at(self._plan.pins.blame.get(index, -1)) if why else ""
             return f"{what}, with a float32 result" + (f": {why}" if why else "")
         if index in self._plan.pins.sinks or category is Category.CLEAR:
             return f"{_effect(node)} half values"

@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value, has_to_be_read, reached
+from jmp_rewrite._graph import Graph, Node, has_to_be_read
 from jmp_rewrite._precision import loops, origins
-from jmp_rewrite._precision.origins import REDUCTIONS, leads_to_product, read_alone
+from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules import COSTLY, MOVES, SHARP, VIEWS, Category
@@ -40,9 +40,6 @@ FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
 # No more elements than this take one line of a cache: half of it saves nothing.
 ONE_LINE = 16
-# One last layer's result, and what the loss makes of it, are few beside its operand
-# where they are so many times fewer. Half of them is an eighth of what it reads.
-FEW = 4
 
 # Of costly arithmetic, that of which a rounded result is as good as any: it is used as
 # a factor, while differences of logarithms are taken, and exponentials of them.
@@ -117,13 +114,12 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     wants = {n for n in operands if graph.nodes[n].name in MOVES}
     wants |= {n.index for n in graph.nodes if reads_half(n.index, pins)}
     activations = _activations(graph, pins)
-    few = _few_of_a_loss(graph, pins)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
     for node in graph.nodes:
         index, rounding = node.index, _price(node.size, node.trips)
         free = pins.may_round(index)
-        keeps = index in pins.emits_full or node.size <= ONE_LINE or index in few
+        keeps = index in pins.emits_full or node.size <= ONE_LINE
         if node.name == "stack_out":
             source = node.inputs[0].node
             origin = _moved(source, graph, pins)
@@ -144,58 +140,6 @@ def storage(graph: Graph, pins: Pins) -> Storage:
             saving += rounding  # products share the argument's rounded copy
         saved.append(saving)
     return Storage(saved, edges, may, ties)
-
-
-def _few_of_a_loss(graph: Graph, pins: Pins) -> set[int]:
-    """Returns what a loss computes of few numbers, each made of many by a last layer.
-
-    One prediction an example, what the loss makes of it, and its cotangents: half of
-    these saves nothing beside the layer's operand.
-    """
-    nodes, products = graph.nodes, pins.products()
-    reads, readers = _through_carries(graph)
-    backward = {n for n in products if origins.is_backward(nodes[n])}
-    layers = leads_to_product(products - backward, reads, lambda n: False)
-    # Derivatives of layers, too, lead to no layer.
-    of_layers = reached(layers & products, readers, lambda n: n not in products)
-    again = {n.index for n in nodes if n.place.recomputed}
-    layered = layers | of_layers | again | reached(backward, readers)
-    ours = set(range(len(nodes))) - layered
-    # Of the layer before, and of the one that the cotangent is handed to.
-    sizes = {
-        n: [v.size for v in nodes[n].inputs if not _is_weight(v, graph, pins)]
-        for n in products
-    }
-    operands = {n: max(of, default=0) for n, of in sizes.items()}
-    before, after = [0] * len(nodes), [0] * len(nodes)
-    for node in nodes:
-        sources = [before[n] for n in reads[node.index]]
-        before[node.index] = operands.get(node.index, max(sources, default=0))
-    for node in reversed(nodes):
-        found = [operands.get(n, after[n]) for n in readers[node.index]]
-        after[node.index] = max(found, default=0)
-    return {n for n in ours if FEW * nodes[n].size <= max(before[n], after[n])}
-
-
-def _is_weight(value: Value, graph: Graph, pins: Pins) -> bool:
-    """Whether a value is a parameter, as it is or moved."""
-    while value.node >= 0:
-        node = graph.nodes[value.node]
-        if not moves_exactly(node, pins) or len(node.inputs) != 1:
-            return False
-        (value,) = node.inputs
-    return value.argument in pins.trained
-
-
-def _through_carries(graph: Graph) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns what each node reads, and what reads it, in the next iteration too."""
-    reads = [list(n) for n in graph.predecessors()]
-    readers = [list(n) for n in graph.consumers()]
-    for loop in graph.loops:
-        for received, handed_on in loop.carries:
-            reads[received].append(handed_on)
-            readers[handed_on].append(received)
-    return reads, readers
 
 
 def _activations(graph: Graph, pins: Pins) -> set[int]:

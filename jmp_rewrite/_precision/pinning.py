@@ -25,6 +25,7 @@ from jmp_rewrite._precision import (
     whole_step,
 )
 from jmp_rewrite._precision.differences import differences
+from jmp_rewrite._precision.few import few_of_a_loss
 from jmp_rewrite._precision.local import KERNEL_EDGES, Local
 from jmp_rewrite._precision.origins import leads_to_product, statistics
 from jmp_rewrite._precision.phases import nonlinearities
@@ -33,6 +34,7 @@ from jmp_rewrite._precision.pins import (
     DECAY,
     DIFFERENCE,
     EXACT,
+    FEW,
     NO_PRODUCT,
     SOLVER,
     STATE,
@@ -135,6 +137,12 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     # A whole step reads its tables unrounded anyway: their rows are as cheap.
     rounded = made - lookups if pins.whole_step else made
     _pin_the_rest(graph, pins, products, rounded, useful, small)
+    few = few_of_a_loss(graph, pins, products)
+    _pin_all(pins, dict.fromkeys(few - products, FEW))
+    pins.read_by = {
+        **pins.read_by,
+        **dict.fromkeys((few & products) - pins.forced, FEW),
+    }
     pins.factors = _factors(graph, pins, products)
     pins.exact = frozenset(range(len(graph.nodes))) - made
     if not pins.whole_step:

@@ -19,6 +19,7 @@ from jmp_rewrite._source import where
 STATE = "full: state: updated in its own shape"
 NO_PRODUCT = "full: no matrix product depends on it (optimizer, metrics, outputs)"
 EXACT = "full: exact: no matrix product made it (an argument, a draw, a constant)"
+FEW = "full: few numbers of a loss, of which half saves nothing"
 ADDED = "full: an exact array is added, and would be rounded with it"
 DIFFERENCE = "full: read unrounded by a difference of float32 values"
 SUMMED = "full: a gradient is a sum of it and others, which may cancel"

@@ -1,0 +1,72 @@
+"""Few numbers of a loss, each made of many by a last layer.
+
+One prediction an example, what the loss makes of it, and the cotangents that it hands
+back: half of these saves nothing beside the layer's operand, and a loss takes
+differences and logarithms of them. The layer's backward pass reads a rounded copy.
+"""
+
+from __future__ import annotations
+
+from jmp_rewrite._graph import Graph, Value, reached
+from jmp_rewrite._precision import origins
+from jmp_rewrite._precision.cost import moves_exactly
+from jmp_rewrite._precision.origins import leads_to_product
+from jmp_rewrite._precision.pins import Pins
+
+# A last layer's result is few beside its operand where it is so many times smaller:
+# half of it is an eighth of what the layer reads.
+FEW = 4
+
+
+def few_of_a_loss(graph: Graph, pins: Pins, products: set[int]) -> set[int]:
+    """Returns what a loss computes of few numbers, each made of many by a last layer.
+
+    Args:
+      graph: the program.
+      pins: what is known of it; parameters are no layer's operand.
+      products: the matrix multiplications of half operands.
+    """
+    nodes = graph.nodes
+    reads, readers = _through_carries(graph)
+    backward = {n for n in products if origins.is_backward(nodes[n])}
+    layers = leads_to_product(products - backward, reads, lambda n: False)
+    # Derivatives of layers, too, lead to no layer.
+    of_layers = reached(layers & products, readers, lambda n: n not in products)
+    again = {n.index for n in nodes if n.place.recomputed}
+    layered = layers | of_layers | again | reached(backward, readers)
+    ours = set(range(len(nodes))) - layered
+    # Of the layer before, and of the one that the cotangent is handed to.
+    sizes = {
+        n: [v.size for v in nodes[n].inputs if not _is_weight(v, graph, pins)]
+        for n in products
+    }
+    operands = {n: max(of, default=0) for n, of in sizes.items()}
+    before, after = [0] * len(nodes), [0] * len(nodes)
+    for node in nodes:
+        sources = [before[n] for n in reads[node.index]]
+        before[node.index] = operands.get(node.index, max(sources, default=0))
+    for node in reversed(nodes):
+        found = [operands.get(n, after[n]) for n in readers[node.index]]
+        after[node.index] = max(found, default=0)
+    return {n for n in ours if FEW * nodes[n].size <= max(before[n], after[n])}
+
+
+def _is_weight(value: Value, graph: Graph, pins: Pins) -> bool:
+    """Whether a value is a parameter, as it is or moved."""
+    while value.node >= 0:
+        node = graph.nodes[value.node]
+        if not moves_exactly(node, pins) or len(node.inputs) != 1:
+            return False
+        (value,) = node.inputs
+    return value.argument in pins.trained
+
+
+def _through_carries(graph: Graph) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns what each node reads, and what reads it, in the next iteration too."""
+    reads = [list(n) for n in graph.predecessors()]
+    readers = [list(n) for n in graph.consumers()]
+    for loop in graph.loops:
+        for received, handed_on in loop.carries:
+            reads[received].append(handed_on)
+            readers[handed_on].append(received)
+    return reads, readers
