@@ -854,3 +854,25 @@ def test_a_loss_of_few_numbers_is_float32(outputs, few):
     assert rounds == (not few)
     # The bias adds up what the loss hands back, and the layer reads a rounded copy.
     assert all(set(dtypes_in(e)) == {"bfloat16"} for e in products)
+
+
+@pytest.mark.parametrize(("second", "meet"), [(24, False), (20, True)])
+def test_padded_arrays_that_never_meet_are_joined(second, meet):
+    """A sum of two that do meet adds up, in float32."""
+    params = weights((D, 48), (24, D))
+
+    def loss(params, x):
+        h = x @ params[0]
+        parts = h[:, :24], h[:, second : second + 24]
+        return jnp.square(parts[0] * jax.nn.silu(parts[1]) @ params[1]).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, normal(T, D))
+    (total,) = (
+        e for e in eqns(jaxpr, "add_any") if all(
+            maker(jaxpr, v).primitive.name == "pad" for v in e.invars
+        )
+    )  # fmt: skip
+    assert dtypes_out(total) == ["float32" if meet else "bfloat16"]
