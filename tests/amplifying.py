@@ -710,6 +710,21 @@ def value_differences(ws, x, y):
     return jnp.log(jnp.exp(gain).mean()) - 0.01 * value(x[::-1]).mean()
 
 
+def joined_features(ws, x, y):
+    """Features with an offset are joined to what a network made, and normalized."""
+    made = jnp.tanh(x @ ws[0]) @ ws[1]
+    h = jnp.concatenate([made, 1000 + y], 1)
+    h = (h - h.mean(0)) / (h.std(0) + 1e-3)
+    return jnp.square(h @ ws[0][:12] - 0.5).mean()
+
+
+def offset_in_halves(ws, x, y):
+    """An offset that each half takes off again, in front of a layer."""
+    parts = jnp.split(300 + predicted(ws, x), 2, axis=1)
+    h = jnp.concatenate([a - a.mean(1, keepdims=True) for a in parts], 1)
+    return jnp.square(h @ ws[1][:6] - y).mean()
+
+
 def sink_args(rng):
     ws = normal(rng, 16, 16, scale=0.25), normal(rng, 16, 16, scale=0.25)
     return (*ws, np.asarray(-14, f32)), normal(rng, 32, 16)
@@ -814,6 +829,8 @@ CASES = [
     Case("13_free_energy", with_gradient(free_energy), few_args(1), ()),
     Case("13_reweighted", with_gradient(reweighted), few_args(1), ()),
     Case("13_log_returns", with_gradient(log_returns), few_args(6), ()),
+    Case("13_joined_features", with_gradient(joined_features), few_args(6), ()),
+    Case("13_offset_in_halves", with_gradient(offset_in_halves), few_args(6), ()),
     Case("13_value_differences", with_gradient(value_differences), few_args(6), ()),
 ]
 

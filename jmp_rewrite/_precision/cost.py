@@ -34,7 +34,7 @@ from jmp_rewrite._precision import loops, origins
 from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
-from jmp_rewrite._rules import COSTLY, MOVES, SHARP, VIEWS, Category
+from jmp_rewrite._rules import COSTLY, MOVES, PRODUCTS, SHARP, VIEWS, Category
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
@@ -301,20 +301,37 @@ def _taken_apart(graph: Graph, pins: Pins) -> set[int]:
             source = node.inputs[0].node
             parts[source] = parts.get(source, 0) + node.size
     whole = (n for n, size in parts.items() if size >= graph.nodes[n].size)
-    found = {_moved(n, graph, pins) for n in whole}
+    found = {_moved(n, graph, pins) for n in whole} - _offset(graph)
     return found - loops.of_carried_states(graph, lambda n: reads_half(n, pins))
 
 
-def _joined(graph: Graph, pins: Pins) -> set[int]:
-    """Returns what is computed in parts, and read as a whole.
+def _offset(graph: Graph) -> set[int]:
+    """Returns the values that a number was added to, up to the next product."""
+    found: set[int] = set()
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
+        if node.name in PRODUCTS or node.name in COSTLY:
+            continue
+        is_sum = node.name in ("add", "sub")
+        by_number = is_sum and (
+            any(np.any(x) for x in node.literals.values())
+            or any(not v.aval.shape for v in node.inputs)
+        )
+        is_scaled = node.name not in ("mul", "div") or len(large) == 1
+        if by_number or (is_scaled and any(v.node in found for v in large)):
+            found.add(node.index)
+    return found
 
-    So it is with cotangents of what was taken apart. Compilers write the parts, or
-    copy them to where they are joined.
+
+def _joined(graph: Graph, pins: Pins) -> set[int]:
+    """Returns the cotangents that are computed in parts, and read as a whole.
+
+    So it is with those of what was taken apart. Compilers write the parts, or copy them
+    to where they are joined. A forward pass may join an exact array, with an offset.
     """
     found: set[int] = set()
     for node in graph.nodes:
         of_pads = node.disjoint and node.name != "scatter-add"
-        if node.name == "concatenate" or of_pads:
+        if origins.is_backward(node) and (node.name == "concatenate" or of_pads):
             parts = {_unpadded(v.node, graph, pins) for v in node.inputs if v.node >= 0}
             sizes = sorted(graph.nodes[n].size for n in parts)
             if len(sizes) > 1 and 2 * sizes[-2] >= sizes[-1]:
