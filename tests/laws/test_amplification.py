@@ -16,9 +16,10 @@ QUICK, SLOW, BATCH = 200, 1000, 20
 FAR = 4.0
 
 
-# An attention inside of an iterated state, traced by JAX 0.10: in float16 off by 2.6
-# times what a careful expert's is, and within the law beside most.
-BESIDE_CAREFUL = {170}
+# In float16, off by 1.6 to 2.6 times what a careful expert's are, and within the law
+# beside most: gradients at a moved point in an iterated state, taken outside, and an
+# attention in one, traced by JAX 0.10.
+BESIDE_CAREFUL = {50, 170}
 
 
 def check(seeds):

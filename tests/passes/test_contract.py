@@ -146,7 +146,8 @@ def arguments():
 
 def sharded(loss):
     """A step on two devices, which have a batch each, and the mean of gradients."""
-    check_vma = loss is not gelu  # JAX's own `erfc` fails there when not in a `jit`
+    # JAX's own `erfc` fails there when not in a `jit`.
+    check_vma = loss not in (gelu, gated)
 
     def step(params, x):
         own = jax.lax.pcast(params, "i", to="varying") if check_vma else params
