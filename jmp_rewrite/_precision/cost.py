@@ -293,7 +293,9 @@ def _taken_apart(graph: Graph, pins: Pins) -> set[int]:
 
     The gate and the values of a gated layer are made by one product and a bias, and
     halves of a norm's result are rotated by a position. XLA:TPU ends a kernel in front
-    of a slice, and stores what it slices: in float32, unless it is rounded.
+    of a slice, and stores what it slices: in float32, unless it is rounded. Not the
+    gates of a cell, which are small and stay where they are computed, nor what a number
+    was added to: the next line may take it off.
     """
     parts: dict[int, int] = {}
     for node in graph.nodes:
