@@ -29,12 +29,20 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, has_to_be_read
+from jmp_rewrite._graph import Graph, Node, has_to_be_read, reached
 from jmp_rewrite._precision import loops, origins
 from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
-from jmp_rewrite._rules import COSTLY, MOVES, PRODUCTS, SHARP, VIEWS, Category
+from jmp_rewrite._rules import (
+    COPIES,
+    COSTLY,
+    MOVES,
+    PRODUCTS,
+    SHARP,
+    VIEWS,
+    Category,
+)
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ROUNDINGS_PER_BYTE = 8
@@ -139,7 +147,20 @@ def storage(graph: Graph, pins: Pins) -> Storage:
         if index in pins.moved and may[-1]:
             saving += rounding  # products share the argument's rounded copy
         saved.append(saving)
-    return Storage(saved, edges, may, ties)
+    return Storage(saved, edges, may, ties, _needs(graph, wants))
+
+
+def _needs(graph: Graph, wants: set[int]) -> list[tuple[int, int]]:
+    """Returns (pick, operand) where a product reads an extreme that is compared.
+
+    The gradient of a maximum asks which elements equal it: it is half only if they are.
+    What no product reads is no activation, such as a router's largest probability.
+    """
+    consumers, picked = graph.consumers(), dict(origins.compared_picks(graph))
+    extremes = (n for n in picked if graph.nodes[n].name not in COPIES)
+    read = (n for n in extremes if not wants.isdisjoint(consumers[n]))
+    found = reached(read, graph.predecessors(), picked.__contains__)
+    return [(n, v.node) for n in sorted(found) for v in picked[n] if v.node >= 0]
 
 
 def _activations(graph: Graph, pins: Pins) -> set[int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Place, Region, reached
+from jmp_rewrite._graph import Graph, Node, Place, Region
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import (
@@ -21,7 +21,7 @@ from jmp_rewrite._precision.cost import (
 )
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
-from jmp_rewrite._rules import COMPARES, COPIES, MOVES, PICKS, Category, table
+from jmp_rewrite._rules import MOVES, Category, table
 
 
 class Label(enum.IntEnum):
@@ -58,12 +58,6 @@ _SPREADS = frozenset(
         "tile",
     }
 )
-
-
-# The results of these are elements of their operands.
-_PICKS = PICKS | COPIES | {"stack_out"}
-# These ask which of two is the larger one. A known number was picked from neither.
-_ORDERS = frozenset({"ge", "gt", "le", "lt"})
 
 
 # These hold a jaxpr that takes float32 scalars.
@@ -249,19 +243,7 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
     If the maximum were of rounded copies, none would, and the gradient would be NaN.
     A router asks which are as large as the second largest.
     """
-    compares = [
-        n.index
-        for n in graph.nodes
-        if n.name in COMPARES or (n.name in _ORDERS and len(n.inputs) > 1)
-    ]
-
-    def picks(node: int) -> bool:
-        return graph.nodes[node].name in _PICKS
-
-    for index in sorted(reached(compares, graph.predecessors(), picks)):
-        if not picks(index):
-            continue
-        picked = [v for v in graph.nodes[index].inputs if v.made_of_data]
+    for index, picked in origins.compared_picks(graph):
         labels[index] &= all(v.node >= 0 and labels[v.node] for v in picked)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 
+import ml_dtypes
 import numpy as np
 
 from jmp_rewrite import _rules
 from jmp_rewrite._graph import Graph, Node, Value, is_backward, reached
-from jmp_rewrite._rules import DECOMPOSITIONS, Category
+from jmp_rewrite._rules import COMPARES, COPIES, DECOMPOSITIONS, PICKS, Category
 
 # The elements of a result are elements of the operands, each used once.
 MOVES = _rules.MOVES | {
@@ -134,6 +135,47 @@ def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
         (value,) = node.inputs
     known = value.constant
     return known is not None and bool(np.all((known == 0) | (known == 1)))
+
+
+def counts(graph: Graph, half: np.dtype) -> set[int]:
+    """Returns the counts that are exact in half: sums of few zeros and ones.
+
+    The derivative of a maximum divides by the number of elements that equal it.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.name == "reduce_sum" and len(node.inputs) == 1:
+            (value,) = node.inputs
+            terms = value.size // max(node.size, 1)
+            exact = terms <= 2 ** (ml_dtypes.finfo(half).nmant + 1)
+            if exact and is_indicator(value, graph.nodes):
+                found.add(node.index)
+    return found
+
+
+# The results of these are elements of their operands.
+_PICKS = PICKS | COPIES | {"stack_out"}
+# These ask which of two is the larger one. A known number was picked from neither.
+_ORDERS = frozenset({"ge", "gt", "le", "lt"})
+
+
+def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
+    """Returns what is picked and compared later, and what each is picked from."""
+    compares = [
+        n.index
+        for n in graph.nodes
+        if n.name in COMPARES or (n.name in _ORDERS and len(n.inputs) > 1)
+    ]
+
+    def picks(node: int) -> bool:
+        return graph.nodes[node].name in _PICKS
+
+    found = reached(compares, graph.predecessors(), picks)
+    return [
+        (n, [v for v in graph.nodes[n].inputs if v.made_of_data])
+        for n in sorted(found)
+        if picks(n)
+    ]
 
 
 _LOOKUPS = frozenset({"dynamic_slice", "gather"})

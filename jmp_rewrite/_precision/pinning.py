@@ -137,6 +137,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     # A whole step reads its tables unrounded anyway: their rows are as cheap.
     rounded = made - lookups if pins.whole_step else made
     _pin_the_rest(graph, pins, products, rounded, useful, small)
+    pins.rounds_after |= _exact_counts(graph, pins, useful)
     few = few_of_a_loss(graph, pins, products)
     _pin_all(pins, dict.fromkeys(few - products, FEW))
     pins.read_by = {
@@ -230,6 +231,13 @@ def _pin_the_rest(
         elif index not in made and index not in alone and index not in pins.forced:
             pins.full[index] = EXACT
     pins.sinks = frozenset(sinks)
+
+
+def _exact_counts(graph: Graph, pins: Pins, useful: set[int]) -> set[int]:
+    """Returns the sums that are exact in half, and on their way to a product."""
+    why = f"full: {table.reason('reduce_sum', DENY)}"
+    found = origins.counts(graph, pins.half) & useful
+    return {n for n in found if pins.full[n] == why and graph.nodes[n].size > 1}
 
 
 def _factors(graph: Graph, pins: Pins, products: set[int]) -> frozenset[int]:

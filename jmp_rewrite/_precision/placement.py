@@ -261,12 +261,14 @@ class Storage(NamedTuple):
       edges: (node, node, cost) of pairs that should agree, and the cost if they do not.
       may: whether a node's result may be half.
       ties: pairs of nodes that must agree.
+      needs: (node, other) of nodes that may be half only if the other one is.
     """
 
     saved: Sequence[int]
     edges: Sequence[tuple[int, int, int]]
     may: Sequence[bool]
     ties: Sequence[tuple[int, int]] = ()
+    needs: Sequence[tuple[int, int]] = ()
 
     def cost(self, half: Sequence[bool]) -> int:
         """Returns the cost of a labelling; the smallest one is the best."""
@@ -276,6 +278,8 @@ class Storage(NamedTuple):
 
 # SciPy's flows are 32-bit; two capacities are added at most.
 _LARGEST_CAPACITY = 2**29
+# The cost of an edge that is in no cut.
+_NEVER = -1
 
 
 def cheapest(storage: Storage) -> list[bool]:
@@ -303,6 +307,8 @@ def cheapest(storage: Storage) -> list[bool]:
     edges = [e for e in edges if e[:2] != (source, sink)]
     if not edges:
         return [False] * size
+    needs = {(vertex[a], vertex[b], _NEVER) for a, b in storage.needs}
+    edges += [e for e in needs if e[0] != e[1] and e[0] != sink]
     half = _source_side(np.array(edges, np.int64), source, sink)
     return [v in half for v in vertex]
 
@@ -333,6 +339,7 @@ def _source_side(edges: np.ndarray, source: int, sink: int) -> set[int]:
     np.maximum.at(largest, part, exact)
     scale = np.minimum(1.0, _LARGEST_CAPACITY / largest[part])
     capacities = np.maximum(1, np.round(exact * scale)).astype(np.int32)
+    capacities[exact == _NEVER] = 2 * _LARGEST_CAPACITY
     network = sparse.csr_matrix((capacities, (rows, columns)), shape=shape)
     residual = network - csgraph.maximum_flow(network, source, sink).flow
     residual.eliminate_zeros()

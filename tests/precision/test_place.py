@@ -192,7 +192,8 @@ def storages(draw, largest):
     edges = draw(st.lists(st.tuples(node, node, price), max_size=10))
     may = draw(st.lists(st.booleans(), min_size=size, max_size=size))
     ties = draw(st.lists(st.tuples(node, node), max_size=2))
-    return Storage(saved, edges, may, ties)
+    needs = draw(st.lists(st.tuples(node, node), max_size=2))
+    return Storage(saved, edges, may, ties, needs)
 
 
 def brute_force(storage):
@@ -202,6 +203,7 @@ def brute_force(storage):
         for half in itertools.product([False, True], repeat=len(storage.may))
         if all(may or not h for may, h in zip(storage.may, half, strict=True))
         and all(half[a] == half[b] for a, b in storage.ties)
+        and all(half[b] or not half[a] for a, b in storage.needs)
     ]
     return min(allowed, key=lambda half: (storage.cost(half), sum(half)))
 
@@ -234,3 +236,7 @@ def test_a_cut_is_by_the_smallest_cost():
         cheapest(storage._replace(ties=[(1, 2)], may=[True, True, False]))
         == [False] * 3
     )
+    needs = storage._replace(needs=[(1, 2)], edges=[])
+    assert cheapest(needs) == [False, True, True]
+    assert cheapest(needs._replace(saved=[-4, 8, -9])) == [False] * 3
+    assert cheapest(needs._replace(saved=[-4, -9, 8])) == [False, False, True]

@@ -252,6 +252,46 @@ def test_residuals_are_half():
     assert len([e for e in casts if e.invars[0] in made]) == 2  # one a layer
 
 
+@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_maximum_that_a_product_reads_is_half_as_what_it_is_of(bias, policy):
+    """Its derivative asks which elements equal it, and counts them: exact in half."""
+
+    def loss(params, x):
+        h = x @ params[0] + (params[2][None] if bias else 0.0)
+        h = h.reshape(T, 24, 2).max(-1)
+        return jnp.square(h @ params[1]).mean()
+
+    params = (*weights((D, 48), (24, D)), jnp.ones(48))
+    jaxpr = trace(mixed_precision(jax.grad(loss), policy), params, normal(T, D))
+    half = HALF[policy]
+    (largest,) = eqns(jaxpr, "reduce_max")
+    assert dtypes_in(largest) == dtypes_out(largest) == [half]
+    (count,) = [e for e in eqns(jaxpr, "reduce_sum") if e.params["axes"] == (2,)]
+    read = {
+        e.invars[0]
+        for e in eqns(jaxpr, "convert_element_type")
+        if dtypes_out(e) == [half]
+    }
+    assert count.outvars[0] in read
+
+
+def test_the_largest_probability_is_float32_as_all_are():
+    """A router that compares them would choose two experts of two equal ones."""
+
+    def loss(params, x):
+        p = jax.nn.softmax(x @ params[0])
+        largest = p.max(-1, keepdims=True)
+        chosen = jnp.where(p == largest, p, 0.0)
+        return jnp.square(chosen @ params[1]).mean()
+
+    jaxpr = trace(
+        mixed_precision(jax.grad(loss)), weights((D, 48), (48, D)), normal(T, D)
+    )
+    compared = [e for e in eqns(jaxpr, "eq") if e.invars[0].aval.shape == (T, 48)]
+    assert compared and all(dtypes_in(e) == ["float32"] * 2 for e in compared)
+
+
 def test_the_gradient_of_an_exact_gelu_is_half():
     """Its derivative makes floats of masked bits, which are no random parameters."""
 
