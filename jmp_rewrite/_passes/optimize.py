@@ -36,6 +36,7 @@ from jmp_rewrite._passes.softplus_derivative import softplus_derivative
 from jmp_rewrite._passes.split_before_reshape import split_before_reshape
 from jmp_rewrite._passes.sum_of_scattered import sum_of_scattered
 from jmp_rewrite._passes.sums_behind_loops import sums_behind_loops
+from jmp_rewrite._passes.transpose_operands import transpose_operands
 from jmp_rewrite._rules import COSTLY
 
 PASSES: tuple[Pass, ...] = (
@@ -66,6 +67,14 @@ PASSES: tuple[Pass, ...] = (
         ("all",),
         "order of sums",
         frozenset({"reshape"}),
+        whole_steps_only=False,
+    ),
+    Pass(
+        "transpose_operands",
+        transpose_operands,
+        ("all",),
+        "order of sums",
+        frozenset({"transpose"}),
         whole_steps_only=False,
     ),
     Pass(

@@ -54,6 +54,15 @@ def heads_of_many(params, x):
     return heads(params, jnp.tile(x, (9, 1)))
 
 
+def grouped(params, x):
+    """Two queries for each key: their scores are transposed, and larger than both."""
+    w, out = params
+    q, k = (x @ w).reshape(len(x), 3, 2, 2), (x @ w[:, :6]).reshape(len(x), 3, 2)
+    p = jax.nn.softmax(jnp.einsum("qgnd,kgd->gnqk", q, k))
+    h = jnp.einsum("gnqk,kgd->qgnd", p, k)
+    return jnp.square(h.reshape(len(x), F) @ out).mean()
+
+
 def silu_of_a_norm(params, x):
     w, out = params
     h = x @ w + out[:, 0][None] + out[:, 1][None]
@@ -121,6 +130,7 @@ LOSSES = (
     attention,
     heads,
     heads_of_many,
+    grouped,
     silu_of_a_norm,
     softplus,
     gated,
