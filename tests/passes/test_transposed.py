@@ -1,0 +1,148 @@
+"""The small arrays of a matrix product are transposed, not the large one."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import EPS, HALF, bit_equal, eqns, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import normal, weights
+
+from jmp_rewrite import explain, mixed_precision, use_passes
+
+POLICIES = sorted(HALF)
+B, T, G, N, D = 2, 8, 3, 2, 4  # examples, places, groups, queries of each, features
+
+
+def grouped(q, k, v):
+    scores = jnp.einsum("bqgnd,bkgd->bgnqk", q, k)
+    return jnp.einsum("bgnqk,bkgd->bqgnd", jax.nn.softmax(scores), v)
+
+
+def one_key(q, k, v):
+    scores = jnp.einsum("bqhd,bkd->bhqk", q.reshape(B, T, -1, D), k[:, :, 0])
+    return jnp.einsum("bhqk,bkd->bqhd", jax.nn.softmax(scores), v[:, :, 0])
+
+
+def step_of(attend):
+    def loss(params, x):
+        wq, wk, wv, out = params
+        q = (x @ wq).reshape(B, T, G, N, D)
+        k, v = (x @ wk).reshape(B, T, G, D), (x @ wv).reshape(B, T, G, D)
+        return jnp.square(attend(q, k, v).reshape(B, T, -1) @ out).mean()
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    return loss, step
+
+
+def arguments():
+    shapes = (D, G * N * D), (D, G * D), (D, G * D), (G * N * D, D)
+    return [*weights(*shapes)], jnp.asarray(normal(B, T, D))
+
+
+def large_transposes(fun, *args):
+    closed = jax.make_jaxpr(fun)(*args)
+    sizes = [e.outvars[0].aval.size for e in eqns(closed, "transpose")]
+    return [n for n in sizes if n >= B * T * T * G * N]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("attend", [grouped, one_key])
+def test_scores_have_one_order(attend, policy):
+    """In a whole step, in a decorated loss and in a forward function."""
+    loss, step = step_of(attend)
+    half, half_loss = mixed_precision(step, policy), mixed_precision(loss, policy)
+    gradient = jax.grad(half_loss)
+    for fun in (half, half_loss, gradient):
+        assert not large_transposes(fun, *arguments())
+        with use_passes("-transpose_operands"):
+            assert large_transposes(fun, *arguments())
+    params, x = arguments()
+    assert explain(step, policy)(params, x).passes["transpose_operands"] >= 2
+    found, exact = jax.jit(half)(params, x), step(params, x)
+    outside = jax.jit(gradient)(params, x)
+    for w, a, b, g in zip(params, found, exact, outside, strict=True):
+        assert relative_error(a - w, b - w) < 8 * EPS[policy]
+        assert relative_error(-g, b - w) < 8 * EPS[policy]
+
+
+def read_twice(q, k, v):
+    scores = jnp.einsum("bqgnd,bkgd->bgkqn", q, k)
+    other = scores.transpose(0, 1, 4, 3, 2)
+    p = jax.nn.softmax(other) + jnp.tanh(scores.transpose(0, 1, 4, 2, 3))
+    return jnp.einsum("bgnqk,bkgd->bqgnd", p, v)
+
+
+def interleaved(q, k, v):
+    """Keys stand between queries' own dimensions: no product is in this order."""
+    p = jax.nn.softmax(jnp.einsum("bqgnd,bkgd->bgnkq", q, k), axis=3)
+    return jnp.einsum("bgnkq,bkgd->bqgnd", p, v)
+
+
+@pytest.mark.parametrize("attend", [read_twice, interleaved])
+def test_other_orders_are_left(attend):
+    _, step = step_of(attend)
+    half = mixed_precision(step, "mixed_bfloat16")
+    params, x = arguments()
+    found, exact = jax.jit(half)(params, x), step(params, x)
+    for w, a, b in zip(params, found, exact, strict=True):
+        assert relative_error(a - w, b - w) < 8 * EPS["mixed_bfloat16"]
+
+
+@st.composite
+def products(draw):
+    """A product of two arrays in any order of dimensions, and transposed in any."""
+    shared, left, right = (draw(st.integers(0, 2)) for _ in range(3))
+    names = iter("abcdefghij")
+    batch, rows, columns = (
+        "".join(itertools.islice(names, n)) for n in (shared, left, right)
+    )
+    summed = "".join(itertools.islice(names, draw(st.integers(1, 2))))
+    sizes = {name: draw(st.integers(2, 4)) for name in rows + columns + batch}
+    sizes |= dict.fromkeys(summed, 2)
+    terms = (batch + rows + summed, batch + columns + summed, batch + rows + columns)
+    orders = ["".join(draw(st.permutations(term))) for term in terms]
+    return f"{orders[0]},{orders[1]}->{orders[2]}", sizes
+
+
+def check(drawn):
+    """To the bit: sums of small integers are exact in half."""
+    spec, sizes = drawn
+    one, other, result = spec.replace("->", ",").split(",")
+    random = np.random.RandomState(len(spec))
+    a, b, c = (
+        random.randint(-2, 3, [sizes[n] for n in term]).astype(np.float32)
+        for term in (one, other, result)
+    )
+
+    def fun(a, b, c):
+        product, vjp = jax.vjp(lambda a, b: jnp.einsum(spec, a, b), a, b)
+        return product, *vjp(c)
+
+    with use_passes("transpose_operands"):
+        found = jax.jit(mixed_precision(fun, "mixed_bfloat16"))(a, b, c)
+    expected = (
+        np.einsum(spec, a, b),
+        np.einsum(f"{result},{other}->{one}", c, b),
+        np.einsum(f"{result},{one}->{other}", c, a),
+    )
+    bit_equal(found, tuple(map(np.asarray, expected)))
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(products())
+def test_any_product_in_any_order(drawn):
+    check(drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(products())
+def test_more_products_in_any_order(drawn):
+    check(drawn)
