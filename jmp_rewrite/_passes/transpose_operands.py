@@ -118,6 +118,8 @@ def _in_order(eqn: Any, order: _Dims) -> Product | None:
         wanted = [free[side][d - offset] for d in own[side]]
         whole = (*batch[side], *wanted, *contracting[side])
         orders.append(_same(whole) if wanted == free[side] else whole)
+    if not shared and all(order == _same(order) for order in orders):
+        return None  # a gradient of weights: compilers exchange the operands themselves
     return Product(
         tuple(contracting),
         (batch[0], batch[1]),
