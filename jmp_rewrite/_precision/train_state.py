@@ -109,12 +109,12 @@ def _chains(updates: Sequence[Update], carried: set[int]) -> set[int]:
         known = seen.get(update.node, frozenset())
         seen[update.node] = known | update.weights | (earlier or frozenset())
         if update.is_state or repeats or update.base in state:
+            state.add(update.node)
             stack = [update.node]
             while stack:
-                node = stack.pop()
-                if node not in state:
-                    state.add(node)
-                    stack.extend(before.get(node, ()))
+                bases = before.get(stack.pop(), set()) - state
+                state |= bases
+                stack += bases
     return state - carried
 
 
@@ -171,14 +171,14 @@ class _Walk:
             if whole is not None:
                 known = self.bases(whole)
                 self._bases[index] = known | {index} if known else frozenset({index})
-            elif node.name in _CARRIES - {"carry_in", "join"} and node.inputs:
+            elif node.name in _CARRIES - {"carry_in"} and node.inputs:
                 same = [v for v in node.inputs if v.size == node.size]
                 found = frozenset().union(*map(self.bases, same))
                 if node.name in _UPDATES:
                     found |= {index}
-                self._bases[index] = (
-                    found if len(found) <= _MOST_BASES else frozenset({index})
-                )
+                # The latest of many: what they are bases of goes on as a chain.
+                latest = sorted(found)[-_MOST_BASES:]
+                self._bases[index] = found & {-1, *latest}
         return self._bases[index]
 
     def _whole(self, node: Node) -> Value | None:
