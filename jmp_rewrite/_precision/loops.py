@@ -99,11 +99,12 @@ def of_carried_states(graph: Graph, products: Callable[[int], bool]) -> set[int]
     return found
 
 
-# Linear in what they read, if it is one value or none of the others depends on it.
-_LINEAR = (MOVES - {"carry_in", "join"}) | {
+# A state is the same one behind these, apart from a factor and what is added to it.
+_KEEPS = (MOVES - {"carry_in", "join"}) | {
     "add",
     "add_any",
     "broadcast_in_dim",
+    "div",
     "mul",
     "neg",
     "select_n",
@@ -111,19 +112,22 @@ _LINEAR = (MOVES - {"carry_in", "join"}) | {
 }
 
 
-def decays(graph: Graph, products: set[int], made: set[int]) -> dict[int, int]:
+def decays(
+    graph: Graph, products: set[int], made: set[int], streams: set[int]
+) -> dict[int, int]:
     """Returns the factors of what loops carry, and the node that multiplies by them.
 
     That is a running product: what rounds a factor near one changes how long a state
     lasts, by as much again in each iteration. So is what they are made of, back to the
-    matrix multiplications, or to the exponent of the rate. A gate that is computed from
-    what is carried is none of these: nothing is known of its product. A backward pass
-    multiplies by the same ones.
+    matrix multiplications, or to the exponent of the rate. A backward pass multiplies
+    by the same ones. What is computed from the state without a product, as what
+    normalizes it, follows it.
 
     Args:
       graph: the program.
       products: the matrix multiplications of half operands.
       made: the nodes that have one upstream.
+      streams: carries that are the residual streams of scans over layers.
     """
     found: dict[int, int] = {}
     consumers, reads = graph.consumers(), graph.predecessors()
@@ -131,34 +135,25 @@ def decays(graph: Graph, products: set[int], made: set[int]) -> dict[int, int]:
     for loop in graph.loops:
         if loop.place.backward and not loop.place.recomputed:
             continue
-        within = loop.nodes.__contains__
-        depends = reached([r for r, _ in loop.carries], consumers, within)
+
+        def follows(index: int, loop: Loop = loop) -> bool:
+            return index in loop.nodes and index not in products
+
+        def keeps(index: int, loop: Loop = loop) -> bool:
+            return index in loop.nodes and graph.nodes[index].name in _KEEPS
+
+        own = reached([received for received, _ in loop.carries], consumers, follows)
         for received, handed_on in loop.carries:
-            linear = reached([received], consumers, _is_linear(graph, depends, within))
-            if handed_on not in linear:
+            state = reached([received], consumers, keeps)
+            if handed_on not in state or received in streams:
                 continue
-            for index in reached([handed_on], reads, linear.__contains__):
+            for index in reached([handed_on], reads, state.__contains__):
                 node = graph.nodes[index]
-                factors = {v.node for v in node.inputs} - depends
-                if node.name == "mul" and factors and factors <= made:
+                factors = {v.node for v in node.inputs} - own
+                if node.name in ("mul", "div") and factors and factors <= made:
                     factors |= leads_to_product(factors, before, products.__contains__)
                     found.update(dict.fromkeys(factors - products, index))
     return found
-
-
-def _is_linear(
-    graph: Graph, depends: set[int], within: Callable[[int], bool]
-) -> Callable[[int], bool]:
-    """Returns whether a node is linear in the one operand of it that depends."""
-
-    def is_linear(index: int) -> bool:
-        node = graph.nodes[index]
-        ours = sum(v.node in depends for v in node.inputs)
-        return (
-            within(index) and node.name in _LINEAR and (node.name != "mul" or ours < 2)
-        )
-
-    return is_linear
 
 
 def cotangents_into_loops(

@@ -123,8 +123,9 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         products = pins.products()
     small = statistics(graph, pins.categories)
     _pin_read_unrounded(graph, pins, products, made, small)
-    decays = loops.decays(graph, products, made)
+    decays = loops.decays(graph, products, made, streams)
     _pin_all(pins, dict.fromkeys(decays, DECAY), decays)
+    pins.decays = frozenset(decays)
     added = sums_with_exact(graph, products, made, state)
     _pin_all(pins, dict.fromkeys(added, ADDED))
     ends = state | {n.index for n in graph.nodes if _is_number(n)}

@@ -53,6 +53,7 @@ class Pins:
       lookups: of no whole step, lookups in tables that an activation is multiplied by:
         rounded where they are made, so that the table may be stored in half.
       reduced: nodes whose results are summed over devices in half.
+      decays: what loops multiply the states by that they carry.
     """
 
     categories: list[Category | None]
@@ -73,6 +74,7 @@ class Pins:
     exact: frozenset[int] = frozenset()
     lookups: frozenset[int] = frozenset()
     reduced: frozenset[int] = frozenset()
+    decays: frozenset[int] = frozenset()
     blame: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def products(self) -> set[int]:
