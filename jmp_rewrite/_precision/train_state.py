@@ -29,6 +29,7 @@ from jmp_rewrite._rules import Category
 
 # Arithmetic that makes a new value of an old one and an update.
 _UPDATES = frozenset({"add", "add_any", "div", "mul", "scatter-add", "sub"})
+_ADDS = frozenset({"add", "add_any", "sub"})
 # Of these the first operand alone is updated.
 _UPDATES_FIRST = frozenset({"scatter-add"})
 # A value is still the same one behind these: it is moved, scaled, clipped or chosen.
@@ -50,6 +51,8 @@ _JOINS = frozenset({"concatenate", "stack"})
 # A walk that sees more nodes than this ends, and the value counts as state: a program
 # is analysed in a time that grows with its length, not with its square.
 _LONGEST_WALK = 4096
+# What is added without a product is made in fewer nodes than this.
+_SHORT_WALK = 64
 _MOST_BASES = 8
 
 
@@ -179,7 +182,38 @@ class _Walk:
                 # The latest of many: what they are bases of goes on as a chain.
                 latest = sorted(found)[-_MOST_BASES:]
                 self._bases[index] = found & {-1, *latest}
+            elif node.name in _ADDS:
+                self._bases[index] = self._moved(node) | {index}
         return self._bases[index]
+
+    def _moved(self, node: Node) -> frozenset[int]:
+        """Returns the old values to which a sum adds nothing that a product has made.
+
+        Noise, a decay towards the start, or what is common to a row: that is no update
+        by a layer, and the value is the same one.
+        """
+        found: set[int] = set()
+        for position, old in enumerate(node.inputs):
+            if old.size != node.size:
+                continue
+            others = [*node.inputs[:position], *node.inputs[position + 1 :]]
+            bases = self.bases(old) - self._products
+            found.update(b for b in bases if not self._is_made_since(b, others))
+        return frozenset(sorted(found)[-_MOST_BASES:])
+
+    def _is_made_since(self, base: int, values: Sequence[Value]) -> bool:
+        """Whether a product stands between an old value and others that follow it."""
+        seen: set[int] = set()
+        stack = [v.node for v in values]
+        while stack:
+            index = stack.pop()
+            if index <= base or index in seen:
+                continue
+            if index in self._products or len(seen) > _SHORT_WALK:
+                return True
+            seen.add(index)
+            stack += self._predecessors[index]
+        return False
 
     def _whole(self, node: Node) -> Value | None:
         """Returns the value of the same size of which a node holds the elements.
@@ -291,7 +325,7 @@ class _Walk:
                 if source < 0 or source in found or source in state:
                     continue
                 node = self._nodes[source]
-                if node.name not in _CARRIES | _SELECTS | _JOINS:
+                if node.name not in _CARRIES | _SELECTS | _JOINS | _ADDS:
                     continue
                 bases = self._bases.get(source, frozenset())
                 if node.name in _JOINS:  # of the components of a state
