@@ -612,6 +612,80 @@ def components_args(rng):
     return ws, normal(rng, 512, 2), normal(rng, 512, 2)
 
 
+def moved(ws, s, how):
+    """What a network adds to a state, small beside it, 24 times."""
+    start = s = s @ ws[0]
+    for step in range(24):
+        s = how(lambda s: s + 0.01 * (jnp.tanh(s @ ws[1] + ws[2]) @ ws[3] + ws[4]), s)
+        s = s + 1e-3 * (step % 3 - 1)  # what comes from outside
+    return jnp.square((s - start) @ ws[5]).mean()
+
+
+def moved_args(rng):
+    ws = normal(rng, 6, 8), normal(rng, 8, 32, scale=0.4), normal(rng, 32, scale=0.1)
+    ws += normal(rng, 32, 8, scale=0.2), normal(rng, 8, scale=0.1), normal(rng, 8, 8)
+    return ws, normal(rng, 64, 6)
+
+
+def branched(ws, s):
+    return moved(ws, s, lambda f, s: lax.cond(s[0, 0] < 1e9, f, lambda s: s, s))
+
+
+def chosen(ws, s):
+    return moved(ws, s, lambda f, s: jnp.where(s < 1e9, f(s), s))
+
+
+def on_a_sphere(ws, s):
+    """Divided by its norm after each update."""
+
+    def step(f, s):
+        s = f(s)
+        return s / jnp.linalg.norm(s, axis=1, keepdims=True)
+
+    return moved(ws, s, step)
+
+
+def growth(ws, s, target):
+    """A state that is multiplied by a number near one, computed from itself."""
+
+    def step(s, _):
+        rate = jnp.tanh(jnp.log(s) @ ws[0] + ws[1]) @ ws[2] + ws[3]
+        return s * (1 + 0.02 * rate), None
+
+    s, _ = lax.scan(step, s, None, 100)
+    return jnp.square(jnp.log(s) - jnp.log(target)).mean()
+
+
+def growth_args(rng):
+    ws = normal(rng, 8, 32, scale=0.4), normal(rng, 32, scale=0.1)
+    ws += normal(rng, 32, 8, scale=0.2), normal(rng, 8, scale=0.1)
+    return (
+        ws,
+        np.exp(normal(rng, 64, 8, scale=0.3)),
+        np.exp(normal(rng, 64, 8, scale=0.3)),
+    )
+
+
+def slow_gate(ws, xs, target):
+    """A gated recurrent unit whose update gate is open by bias."""
+    w, u, v, bias, out = ws
+
+    def step(h, x):
+        a, b = x @ w + bias, h @ u
+        z, r = (jax.nn.sigmoid(a[:, n : n + 16] + b[:, n : n + 16]) for n in (0, 16))
+        return z * h + (1 - z) * jnp.tanh(a[:, 32:] + r * (h @ v)), None
+
+    h, _ = lax.scan(step, jnp.zeros((32, 16)), xs)
+    return jnp.square(h @ out - target).mean()
+
+
+def slow_gate_args(rng):
+    ws = normal(rng, 4, 48, scale=0.5), normal(rng, 16, 32, scale=0.12)
+    ws += normal(rng, 16, 16, scale=0.25), np.full(48, 4, f32), normal(rng, 16, 4)
+    ws[3][16:] = normal(rng, 32, scale=0.1)
+    return ws, normal(rng, 100, 32, 4), normal(rng, 32, 4)
+
+
 # ---- 12. what the loss itself takes off, beside layers that read the same values
 
 
@@ -818,6 +892,11 @@ CASES = [
     ),
     Case("1_resampled", resampled, resampled_args),
     Case("1_components", components, components_args),
+    Case("1_branched", branched, moved_args),
+    Case("1_chosen", chosen, moved_args),
+    Case("1_on_a_sphere", on_a_sphere, moved_args),
+    Case("1_growth", growth, growth_args),
+    Case("1_slow_gate", slow_gate, slow_gate_args),
     # Decorated before it is differentiated, it is five times as far off as by hand.
     Case("12_near_uniform_trained", trained(near_uniform), near_uniform_args, ()),
     Case("12_critic_trained", trained(critic), critic_args, ()),

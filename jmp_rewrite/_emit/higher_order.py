@@ -119,8 +119,13 @@ def while_(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
 
 def cond(e: Emitter, eqn: Any, inner: Inner, cells: list[Cell]) -> list[Cell]:
     which, operands = cells[0].value, cells[1:]
-    values = [c.value for c in operands]
     avals = [v.aval for v in eqn.invars[1:]]
+    values = [c.value for c in operands]
+    if not e.plan.shared:  # cotangents of what float32 reads are added up in float32
+        demands = zip(*map(e.demand.of, inner.bodies), strict=True)
+        for i, ways in enumerate(demands):
+            if AS_FULL in ways or AS_HALF | AS_FULL in ways:
+                values[i] = e.read_full(operands[i], avals[i])
     branches = tuple(e.body(b, values, avals, inner.joins) for b in inner.bodies)
     params = dict(eqn.params, branches=branches)
     return [Cell(x) for x in _compat.bind(eqn, [which, *values], params)]
