@@ -110,7 +110,7 @@ def _keep_rectified(editor: Editor, body: Body, total: Any) -> None:
     if len(eqn.outvars) != 1:
         return
     (var,) = eqn.outvars
-    ((inner, at), *others) = makers(editor, body, var)
+    ((inner, at), *others) = makers(body, var)
     if others or at < 0 or inner.eqns[at].primitive.name != "max":
         return
     if any(number_of(inner, v) == 0 for v in inner.eqns[at].invars):

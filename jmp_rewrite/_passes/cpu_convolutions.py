@@ -40,7 +40,7 @@ def cpu_convolutions(editor: Editor) -> None:
     for body, index, eqn in editor.find("convert_element_type"):
         (x,), (out,) = eqn.invars, eqn.outvars
         is_read = out.aval.dtype == editor.half and (body, out) in read
-        if not is_read or not _is_given(editor, body, x) or editor.was_here(body, out):
+        if not is_read or not _is_given(body, x) or editor.was_here(body, out):
             continue
         branches = {Where((CPU,)): _reduced}
         (kept,) = editor.choose(body, index, [out], [x], branches, after=True)
@@ -51,7 +51,7 @@ def _moves(body: Body, index: int) -> bool:
     return body.eqns[index].primitive.name in EXACT
 
 
-def _is_given(editor: Editor, body: Body, atom: Any) -> bool:
+def _is_given(body: Body, atom: Any) -> bool:
     """Whether elements of a value are elements of an argument, or of a carry."""
     seen: set[tuple[Body, Any]] = set()
     stack = [(body, atom)]
@@ -60,7 +60,7 @@ def _is_given(editor: Editor, body: Body, atom: Any) -> bool:
         if hasattr(var, "val") or not is_float(var) or (place, var) in seen:
             continue
         seen.add((place, var))
-        for inner, index in makers(editor, place, var):
+        for inner, index in makers(place, var):
             if index < 0:
                 return True
             if _moves(inner, index):

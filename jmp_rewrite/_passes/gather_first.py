@@ -69,7 +69,7 @@ def gather_first(editor: Editor) -> None:
         if not _is_pick(eqn) or editor.was_here(body, out):
             continue
         leaves: list[Any] = []
-        recipe = _recipe(editor, body, eqn.invars[0], leaves)
+        recipe = _recipe(body, eqn.invars[0], leaves)
         if recipe is None or recipe.primitive is None:
             continue
         (new,) = editor.choose(
@@ -109,7 +109,7 @@ def _opens(editor: Editor, body: Body, index: int, eqn: Any) -> bool:
     var = eqn.invars[0]
     if not _is_pick(eqn) or editor.was_here(body, out):
         return False
-    if not _is_made(makers(editor, body, var)):
+    if not _is_made(makers(body, var)):
         return False
     if var in body.parameter:
         calls = dict.fromkeys(body.calls)
@@ -139,11 +139,10 @@ def open_call(editor: Editor, body: Body, index: int) -> bool:
     return True
 
 
-def _recipe(editor: Editor, body: Body, var: Any, leaves: list[Any]) -> _Step | None:
+def _recipe(body: Body, var: Any, leaves: list[Any]) -> _Step | None:
     """Returns how a value is made of what is stored, and of rows and columns.
 
     Args:
-      editor: the program.
       body: where the value stands.
       var: of the shape that the gather reads, or with ones in place of dimensions.
       leaves: what is read; it grows.
@@ -162,10 +161,10 @@ def _recipe(editor: Editor, body: Body, var: Any, leaves: list[Any]) -> _Step | 
         return small
     eqn = body.made_by(var)
     if is_float32(var) and eqn is not None and eqn.primitive.name in _ARITHMETIC:
-        reads = tuple(_recipe(editor, body, v, leaves) for v in eqn.invars)
+        reads = tuple(_recipe(body, v, leaves) for v in eqn.invars)
         known = all(r is not None for r in reads)
         return _Step(eqn.primitive, tuple(eqn.params.items()), reads) if known else None
-    is_stored = not is_float32(var) or _is_product(makers(editor, body, var))
+    is_stored = not is_float32(var) or _is_product(makers(body, var))
     return _leaf(var, dims, leaves) if is_float(var) and is_stored else None
 
 

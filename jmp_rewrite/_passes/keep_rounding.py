@@ -87,7 +87,7 @@ def _is_read_by_product(body: Body, var: Any) -> bool:
 
 def _is_remade(editor: Editor, body: Body, value: Any) -> bool:
     """Whether what is repeated makes a value, of one half array and small ones."""
-    made = makers(editor, body, value)
+    made = makers(body, value)
     if not all(i >= 0 and b.eqns[i].primitive.name in _REPEATED for b, i in made):
         return False
     # One kernel computes a softmax up to its exponential, and writes that.

@@ -166,7 +166,7 @@ def _is_stored(editor: Editor, body: Body, var: Any) -> bool:
     """Whether a value, or what it is widened from, is stored in any case."""
     if var.aval.dtype == editor.half:
         return True
-    made = [b.eqns[i] for b, i in makers(editor, body, var) if i >= 0]
+    made = [b.eqns[i] for b, i in makers(body, var) if i >= 0]
     return bool(made) and all(
         e.primitive.name in PRODUCTS or is_widening(e, editor.half) for e in made
     )

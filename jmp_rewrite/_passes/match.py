@@ -10,7 +10,7 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import BY_DEVICE
-from jmp_rewrite._passes.edit import Body, Editor
+from jmp_rewrite._passes.edit import Body
 from jmp_rewrite._rules import CALLS, LEFT_ALONE, MOVES_NUMBER, PRODUCTS
 
 FLOAT32 = np.dtype(np.float32)
@@ -216,7 +216,7 @@ def _position(eqn: Any, var: Any) -> int:
     return next(i for i, v in enumerate(eqn.outvars) if v is var)
 
 
-def makers(editor: Editor, body: Body, atom: Any) -> list[tuple[Body, int]]:
+def makers(body: Body, atom: Any) -> list[tuple[Body, int]]:
     """Returns the equations that make a value, seen through calls.
 
     An index of -1 stands for what no equation makes: a number, an argument of the
@@ -231,8 +231,8 @@ def makers(editor: Editor, body: Body, atom: Any) -> list[tuple[Body, int]]:
             return [(body, index)]
         position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
         (inner, made), *_ = made_inside(body, index, position)
-        return makers(editor, inner, made)
-    found = [place for source in given(body, atom) for place in makers(editor, *source)]
+        return makers(inner, made)
+    found = [place for source in given(body, atom) for place in makers(*source)]
     return found or [(body, -1)]
 
 

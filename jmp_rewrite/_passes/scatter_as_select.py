@@ -33,7 +33,7 @@ def scatter_as_select(editor: Editor) -> None:
             continue
         if number_of(body, zeros) != 0 or not _is_plain(eqn):
             continue
-        rows = _rows(editor, body, eqn)
+        rows = _rows(body, eqn)
         if rows is not None:
             editor.replace(
                 body,
@@ -68,7 +68,7 @@ def _window(ndim: int, numbers: Any) -> list[int]:
     return [d for d in range(ndim) if d not in others]
 
 
-def _rows(editor: Editor, body: Body, eqn: Any) -> tuple[tuple[int, int], ...] | None:
+def _rows(body: Body, eqn: Any) -> tuple[tuple[int, int], ...] | None:
     """Returns which dimension of the result each of the indices' is, (it, theirs).
 
     None if there is more than one index a row.
@@ -84,7 +84,7 @@ def _rows(editor: Editor, body: Body, eqn: Any) -> tuple[tuple[int, int], ...] |
         )
     )
     if math.prod(n for d, n in enumerate(shape) if d not in rows) != 1:
-        counted = _counted(editor, body, indices)
+        counted = _counted(body, indices)
         for part, at in enumerate(numbers.scatter_dims_to_operand_dims):
             d = counted.get(part)
             if d is not None and d not in rows and shape[d] == zeros.aval.shape[at]:
@@ -94,22 +94,22 @@ def _rows(editor: Editor, body: Body, eqn: Any) -> tuple[tuple[int, int], ...] |
     return tuple((at, d) for d, at in rows.items())
 
 
-def _counted(editor: Editor, body: Body, indices: Any) -> dict[int, int]:
+def _counted(body: Body, indices: Any) -> dict[int, int]:
     """Returns which parts of joined indices count along a dimension: 0, 1, 2, ..."""
-    ((body, index), *others) = makers(editor, body, indices)
+    ((body, index), *others) = makers(body, indices)
     if others or index < 0 or body.eqns[index].primitive.name != "concatenate":
         return {}
     eqn, last = body.eqns[index], indices.aval.ndim - 1
     parts = eqn.invars
     if eqn.params["dimension"] != last or any(v.aval.shape[last] != 1 for v in parts):
         return {}
-    along = {part: _counts(editor, body, v) for part, v in enumerate(parts)}
+    along = {part: _counts(body, v) for part, v in enumerate(parts)}
     return {part: d for part, d in along.items() if d is not None and d != last}
 
 
-def _counts(editor: Editor, body: Body, atom: Any) -> int | None:
+def _counts(body: Body, atom: Any) -> int | None:
     """Returns along which dimension a value is 0, 1, 2, ...; None if along none."""
-    ((body, index), *others) = makers(editor, body, atom)
+    ((body, index), *others) = makers(body, atom)
     if others or index < 0:
         return None
     eqn = body.eqns[index]
@@ -120,11 +120,11 @@ def _counts(editor: Editor, body: Body, atom: Any) -> int | None:
         least, same = body.made_by(eqn.invars[0], "lt"), eqn.invars[1]
         if least is None or least.invars[0] is not same:
             return None
-        return _counts(editor, body, same) if _is_zero(least.invars[1]) else None
+        return _counts(body, same) if _is_zero(least.invars[1]) else None
     if name == "convert_element_type":
-        return _counts(editor, body, eqn.invars[0])
+        return _counts(body, eqn.invars[0])
     if name == "broadcast_in_dim":
-        d = _counts(editor, body, eqn.invars[0])
+        d = _counts(body, eqn.invars[0])
         return None if d is None else int(params["broadcast_dimensions"][d])
     return None
 

@@ -34,7 +34,7 @@ def softmax_in_one_kernel(editor: Editor) -> None:
             continue
         if not _is_softmax(editor, body, var):
             continue
-        made = makers(editor, body, widening.invars[0])
+        made = makers(body, widening.invars[0])
         if all(_is_product(editor, *place) for place in made):
             at = body.maker[var]
             branches = {Where((TPU_V5E, TPU_V6E)): _to_float32}

@@ -100,7 +100,7 @@ def _opens(editor: Editor, body: Body, index: int, eqn: Any) -> bool:
     if chain is None:
         return False
     var = chain[-1]
-    places = makers(editor, body, var)
+    places = makers(body, var)
     if len(places) != 1 or places[0][1] < 0:
         return False
     inner, at = places[0]
