@@ -58,10 +58,7 @@ def _take(editor: Editor, body: Body, index: int, how: FeatureSum) -> None:
     if any(_compat.lays_out(v.aval.sharding) for v in (out, *operands)):
         return
     branches = {Where((TPU,)): _over_features}
-    (total,) = editor.choose(
-        body, index, [out], operands, branches, after=True, layout=how.layout
-    )
-    editor.read_instead(body, out, total)
+    editor.choose_instead(body, out, operands, branches, layout=how.layout)
 
 
 def _over_features(

@@ -50,8 +50,8 @@ def bias_in_convolution(editor: Editor) -> None:
                 _add_inside(editor, body, *found)
 
 
-def _biased(editor: Editor, body: Body, conv: Any) -> tuple[int, Any, Any] | None:
-    """Returns the sum that alone reads a convolution: its index, half operand, bias."""
+def _biased(editor: Editor, body: Body, conv: Any) -> tuple[Any, Any, Any] | None:
+    """Returns the sum that alone reads a convolution, its half operand, and bias."""
     (half,) = conv.outvars
     dimension = conv.params["dimension_numbers"].out_spec[1]
     features = half.aval.shape[dimension]
@@ -65,36 +65,32 @@ def _biased(editor: Editor, body: Body, conv: Any) -> tuple[int, Any, Any] | Non
     if reader is None or body.eqns[reader[0]].primitive.name != "add":
         return None
     index, wide = reader
-    total = body.eqns[index]
-    if editor.is_asked(body, index) or editor.was_here(body, total.outvars[0]):
+    (total,) = body.eqns[index].outvars
+    if editor.is_asked(body, index) or editor.was_here(body, total):
         return None
-    (bias,) = (v for v in total.invars if v is not wide)
+    (bias,) = (v for v in body.eqns[index].invars if v is not wide)
     source = body.made_by(bias, "broadcast_in_dim")
     small = bias if source is None else source.invars[0]
     is_bias = is_float32(bias) and 1 < math.prod(small.aval.shape) <= features
-    return (index, half, bias) if is_bias else None
+    return (total, half, bias) if is_bias else None
 
 
-def _add_inside(editor: Editor, body: Body, index: int, half: Any, bias: Any) -> None:
-    (total,) = body.eqns[index].outvars
+def _add_inside(editor: Editor, body: Body, total: Any, half: Any, bias: Any) -> None:
     source = body.made_by(bias, "broadcast_in_dim")
     spread: tuple[Any, ...] = ()
     if source is not None:
         bias = source.invars[0]
         spread = source.params["shape"], source.params["broadcast_dimensions"]
     rounded = [
-        (at, body.eqns[at])
+        body.eqns[at].outvars[0]
         for at, _ in body.reads(total)
         if at >= 0 and body.eqns[at].primitive.name == ROUNDING
     ]
-    for at, var in [(index, total), *((at, e.outvars[0]) for at, e in rounded)]:
+    for var in (total, *rounded):
         branches = {Where((GPU,)): _sum}
-        (new,) = editor.choose(
-            body, at, [var], [half, bias], branches, after=True, spread=spread
-        )
-        editor.read_instead(body, var, new)
+        editor.choose_instead(body, var, [half, bias], branches, spread=spread)
     if rounded and only_reader(body, total, GPU) is not None:
-        _keep_rectified(editor, body, rounded[0][1].outvars[0])
+        _keep_rectified(editor, body, rounded[0])
 
 
 def _keep_rectified(editor: Editor, body: Body, total: Any) -> None:
@@ -106,7 +102,7 @@ def _keep_rectified(editor: Editor, body: Body, total: Any) -> None:
     reader = only_reader(body, total, GPU)
     if reader is None:
         return
-    index, eqn = reader[0], body.eqns[reader[0]]
+    eqn = body.eqns[reader[0]]
     if len(eqn.outvars) != 1:
         return
     (var,) = eqn.outvars
@@ -115,8 +111,7 @@ def _keep_rectified(editor: Editor, body: Body, total: Any) -> None:
         return
     if any(number_of(inner, v) == 0 for v in inner.eqns[at].invars):
         branches = {Where((GPU,)): _apart}
-        (new,) = editor.choose(body, index, [var], [], branches, after=True)
-        editor.read_instead(body, var, new)
+        editor.choose_instead(body, var, [], branches)
 
 
 def _apart(x: Any) -> Any:

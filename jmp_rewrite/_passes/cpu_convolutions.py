@@ -37,14 +37,13 @@ def cpu_convolutions(editor: Editor) -> None:
         for v in eqn.invars
     ]
     read = feeding(operands, _moves)
-    for body, index, eqn in editor.find("convert_element_type"):
+    for body, _, eqn in editor.find("convert_element_type"):
         (x,), (out,) = eqn.invars, eqn.outvars
         is_read = out.aval.dtype == editor.half and (body, out) in read
         if not is_read or not _is_given(body, x) or editor.was_here(body, out):
             continue
         branches = {Where((CPU,)): _reduced}
-        (kept,) = editor.choose(body, index, [out], [x], branches, after=True)
-        editor.read_instead(body, out, kept)
+        editor.choose_instead(body, out, [x], branches)
 
 
 def _moves(body: Body, index: int) -> bool:

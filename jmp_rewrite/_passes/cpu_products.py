@@ -38,7 +38,7 @@ def cpu_products(editor: Editor) -> None:
     """
     if editor.half.name != "bfloat16":
         return
-    for body, index, eqn in editor.find("dot_general"):
+    for body, _, eqn in editor.find("dot_general"):
         (out,) = eqn.outvars
         numbers = eqn.params["dimension_numbers"]
         is_full = is_float32(out)
@@ -59,17 +59,9 @@ def cpu_products(editor: Editor) -> None:
             branches = {Where((CPU,), "whole arrays"): _rows_contracted, **branches}
         elif cpu_shield.is_of_columns(eqn.invars, numbers):
             branches = {Where((CPU,), "whole arrays"): _copied, **branches}
-        (fast,) = editor.choose(
-            body,
-            index,
-            [out],
-            eqn.invars,
-            branches,
-            after=True,
-            rows=rows,
-            params=tuple(eqn.params.items()),
+        editor.choose_instead(
+            body, out, eqn.invars, branches, rows=rows, params=tuple(eqn.params.items())
         )
-        editor.read_instead(body, out, fast)
 
 
 def _rows_contracted(

@@ -22,23 +22,20 @@ def cudnn_convolutions(editor: Editor) -> None:
 
     Gain: without it every weight gradient of a ResNet-50 is a float32 convolution.
     """
-    for body, index, eqn in editor.find("conv_general_dilated"):
+    for body, _, eqn in editor.find("conv_general_dilated"):
         (out,) = eqn.outvars
         if not is_half_product(eqn, editor.half) or not is_float32(out):
             continue
         if editor.was_here(body, out):
             continue
-        (rounded,) = editor.choose(
+        editor.choose_instead(
             body,
-            index,
-            [out],
+            out,
             eqn.invars,
             {Where((GPU,)): _rounded},
-            after=True,
             primitive=eqn.primitive,
             params=tuple(eqn.params.items()),
         )
-        editor.read_instead(body, out, rounded)
 
 
 def _rounded(stored: Any, *operands: Any, primitive: Any, params: Any) -> Any:

@@ -485,6 +485,32 @@ class Editor:
         for index, position in body.reads(var):
             body.edits.operands[index, position] = new
 
+    def choose_instead(
+        self,
+        body: Body,
+        var: Any,
+        operands: Sequence[Any],
+        branches: dict[Where, Callable[..., Any]],
+        **options: Any,
+    ) -> Any:
+        """Makes all that reads a result read, on some devices, another value.
+
+        Args:
+          body: the body in which an equation makes it.
+          var: the result; all other devices read it.
+          operands: what else the branches need.
+          branches: as of `choose`.
+          **options: as of `choose`.
+
+        Returns:
+          The new variable.
+        """
+        (new,) = self.choose(
+            body, body.maker[var], [var], operands, branches, after=True, **options
+        )
+        self.read_instead(body, var, new)
+        return new
+
     def set_params(self, body: Body, index: int, **params: Any) -> None:
         """Gives an equation other parameters, of which no type depends."""
         body.edits.params.setdefault(index, {}).update(params)

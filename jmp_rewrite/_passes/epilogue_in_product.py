@@ -79,7 +79,7 @@ def epilogue_in_product(editor: Editor) -> None:
         if len(batch) > 1:  # XLA makes one of them, and fuses nothing behind it
             continue
         found = _steps(editor, body, out)
-        if found is not None and not _is_cut(body, found[1]):
+        if found is not None and not _is_cut(body, found[0]):
             _compute_inside(editor, body, eqn, *found, instead)
 
 
@@ -118,13 +118,10 @@ def _read_by(body: Body, var: Any) -> Iterator[str]:
 
 def _steps(
     editor: Editor, body: Body, var: Any
-) -> tuple[int, Any, tuple[_Step, ...]] | None:
-    """Returns what is rounded at the end of what alone reads a product, and the steps.
-
-    That is the index of the last equation and its result.
-    """
+) -> tuple[Any, tuple[_Step, ...]] | None:
+    """Returns what alone reads a product once it is rounded, and the steps to there."""
     steps: list[_Step] = []
-    found: tuple[int, Any, tuple[_Step, ...]] | None = None
+    found: tuple[Any, tuple[_Step, ...]] | None = None
     is_ordered = False
     while (reader := only_reader(body, var, GPU)) is not None:
         index, var = reader
@@ -149,7 +146,7 @@ def _steps(
         if is_rounded and any(s.primitive.name not in _VIEWS for s in steps):
             if editor.was_here(body, var):
                 return None
-            found = index, var, tuple(steps)
+            found = var, tuple(steps)
     return found
 
 
@@ -224,26 +221,21 @@ def _compute_inside(
     editor: Editor,
     body: Body,
     product: Any,
-    index: int,
     rounded: Any,
     steps: tuple[_Step, ...],
     instead: dict[Any, Any],
 ) -> None:
     operands = [instead.get(v, v) for v in product.invars]  # what it reads from now on
     small = [s.small for s in steps if s.small is not None]
-    (new,) = editor.choose(
+    instead[rounded] = editor.choose_instead(
         body,
-        index,
-        [rounded],
+        rounded,
         [*operands, *small],
         {Where((GPU,)): _product},
-        after=True,
         primitive=product.primitive,
         params=tuple(product.params.items()),
         steps=tuple(s._replace(small=s.small is not None) for s in steps),
     )
-    editor.read_instead(body, rounded, new)
-    instead[rounded] = new
 
 
 def _product(

@@ -64,7 +64,7 @@ def gather_first(editor: Editor) -> None:
     """
     while any(_opens(editor, *place) for place in list(editor.find("gather"))):
         editor.commit()
-    for body, index, eqn in list(editor.find("gather")):
+    for body, _, eqn in list(editor.find("gather")):
         (out,) = eqn.outvars
         if not _is_pick(eqn) or editor.was_here(body, out):
             continue
@@ -72,17 +72,14 @@ def gather_first(editor: Editor) -> None:
         recipe = _recipe(body, eqn.invars[0], leaves)
         if recipe is None or recipe.primitive is None:
             continue
-        (new,) = editor.choose(
+        editor.choose_instead(
             body,
-            index,
-            [out],
+            out,
             [eqn.invars[1], *leaves],
             {Where((TPU,)): _picked},
-            after=True,
             recipe=recipe,
             params=tuple(eqn.params.items()),
         )
-        editor.read_instead(body, out, new)
 
 
 def _is_pick(eqn: Any) -> bool:

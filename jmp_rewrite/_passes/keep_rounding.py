@@ -55,7 +55,7 @@ def keep_rounding(editor: Editor) -> None:
         return body.eqns[index].primitive.name in EXACT
 
     read = feeding(widened, moves)
-    for body, index, eqn in editor.find(ROUNDING, *COSTLY):
+    for body, _, eqn in editor.find(ROUNDING, *COSTLY):
         out = eqn.outvars[0]
         if (body, out) not in read or editor.was_here(body, out):
             continue
@@ -64,8 +64,7 @@ def keep_rounding(editor: Editor) -> None:
         value = eqn.invars[0] if eqn.primitive.name == ROUNDING else out
         if _is_read_by_product(body, out) or not _is_remade(editor, body, value):
             branches = {Where((GPU,)): _times_one}
-            (kept,) = editor.choose(body, index, [out], [], branches, after=True)
-            editor.read_instead(body, out, kept)
+            editor.choose_instead(body, out, [], branches)
 
 
 def _is_read_by_product(body: Body, var: Any) -> bool:

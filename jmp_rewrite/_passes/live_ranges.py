@@ -70,8 +70,7 @@ def _write_waiting(editor: Editor) -> None:
             waits = max(later, default=-1) - own >= _PRODUCTS
             if waits and not editor.was_here(body, var):
                 branches = {Where((GPU,)): _written}
-                (written,) = editor.choose(body, index, [var], [], branches, after=True)
-                editor.read_instead(body, var, written)
+                editor.choose_instead(body, var, [], branches)
 
 
 def _readers(body: Body, var: Any) -> Iterator[tuple[Body, int]]:

@@ -46,16 +46,13 @@ def narrow_products(editor: Editor) -> None:
                 continue
             if not _leads_to_maximum(body, wide):
                 continue
-            (new,) = editor.choose(
+            editor.choose_instead(
                 body,
-                at,
-                [wide],
+                wide,
                 eqn.invars,
                 {Where((TPU,)): _accumulated},
-                after=True,
                 params=tuple(eqn.params.items()),
             )
-            editor.read_instead(body, wide, new)
 
 
 def _leads_to_maximum(body: Body, var: Any) -> bool:

@@ -33,10 +33,7 @@ def recompute_logistic(editor: Editor) -> None:
                 (wide,) = body.eqns[index].outvars
                 if not editor.was_here(body, wide):
                     branches = {Where((GPU,)): _again}
-                    (again,) = editor.choose(
-                        body, index, [wide], function.invars, branches, after=True
-                    )
-                    editor.read_instead(body, wide, again)
+                    editor.choose_instead(body, wide, function.invars, branches)
 
 
 def _again(stored: Any, x: Any) -> Any:

@@ -57,22 +57,19 @@ def round_last_gradients(editor: Editor) -> None:
             continue
         if not editor.is_backward(body, index):
             continue
-        at, var, order = _last(body, index, out)
+        var, order = _last(body, out)
         if editor.was_here(body, var):
             continue
         if key not in looked_up and _is_term(body, var):
             continue
-        (rounded,) = editor.choose(
+        editor.choose_instead(
             body,
-            at,
-            [var],
+            var,
             eqn.invars,
             {Where((GPU,), "one device"): _rounded},
-            after=True,
             order=order,
             params=tuple(eqn.params.items()),
         )
-        editor.read_instead(body, var, rounded)
 
 
 def _computed(editor: Editor) -> set[tuple[Body, Any]]:
@@ -95,12 +92,8 @@ def _is_array(atom: Any) -> bool:
     return bool(atom.aval.shape)
 
 
-def _last(body: Body, index: int, var: Any) -> tuple[int, Any, tuple[int, ...]]:
-    """Returns the value that is read in place of a product's result.
-
-    Returns:
-      The index of what makes it, the variable, and its order of dimensions.
-    """
+def _last(body: Body, var: Any) -> tuple[Any, tuple[int, ...]]:
+    """Returns what is read in place of a product's result, and in which order."""
     order = tuple(range(var.aval.ndim))
     while len(body.reads(var)) == 1:
         ((at, position),) = body.reads(var)
@@ -111,8 +104,8 @@ def _last(body: Body, index: int, var: Any) -> tuple[int, Any, tuple[int, ...]]:
             order = tuple(order[d] for d in eqn.params["permutation"])
         elif eqn.primitive.name not in ("reduce_precision", "by_device"):
             break
-        index, var = at, eqn.outvars[0]
-    return index, var, order
+        (var, *_) = eqn.outvars
+    return var, order
 
 
 # What stands between a product and the sum of a weight's gradients.

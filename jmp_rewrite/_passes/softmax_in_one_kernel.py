@@ -36,18 +36,10 @@ def softmax_in_one_kernel(editor: Editor) -> None:
             continue
         made = makers(body, widening.invars[0])
         if all(_is_product(editor, *place) for place in made):
-            at = body.maker[var]
             branches = {Where((TPU_V5E, TPU_V6E)): _to_float32}
-            (same,) = editor.choose(
-                body,
-                at,
-                [var],
-                [],
-                branches,
-                after=True,
-                forward_only=not editor.whole_step,
+            editor.choose_instead(
+                body, var, [], branches, forward_only=not editor.whole_step
             )
-            editor.read_instead(body, var, same)
 
 
 def _is_softmax(editor: Editor, body: Body, var: Any) -> bool:

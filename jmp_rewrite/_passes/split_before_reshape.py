@@ -52,7 +52,9 @@ def split_before_reshape(editor: Editor) -> None:
                 editor.replace(body, index, how.array, *parts)
         elif is_late and eqn.primitive.name == "reduce_sum":
             if (total := _summed(body, eqn, joined)) is not None:
-                _sum_parts(editor, body, index, *total)
+                how, parts, axes = total
+                by_parts = {Where((TPU,)): _sum_of_parts}
+                editor.choose_instead(body, out, parts, by_parts, how=how, axes=axes)
         elif not is_late and eqn.primitive.name in _TAKEN:
             taken = _taken(body, eqn)
             if taken is not None and (editor.whole_step or _has_rows(*taken)):
@@ -131,23 +133,6 @@ class Joined(NamedTuple):
     def _zeros(self, size: int) -> list[Any]:
         shape = _with(self.shape, self.axis, size)
         return [lax.full(shape, 0, self.dtype)] if size else []
-
-
-def _sum_parts(
-    editor: Editor,
-    body: Body,
-    index: int,
-    how: Joined,
-    parts: Sequence[Any],
-    axes: tuple[int, ...],
-) -> None:
-    """Lets TPUs add up the parts of an array, and not the array."""
-    (out,) = body.eqns[index].outvars
-    branches = {Where((TPU,)): _sum_of_parts}
-    (total,) = editor.choose(
-        body, index, [out], parts, branches, after=True, how=how, axes=axes
-    )
-    editor.read_instead(body, out, total)
 
 
 def _sum_of_parts(

@@ -30,7 +30,7 @@ def sum_of_scattered(editor: Editor) -> None:
     """
     while any(_opens(editor, *place) for place in list(editor.find("reduce_sum"))):
         editor.commit()
-    for body, index, eqn in list(editor.find("reduce_sum")):
+    for body, _, eqn in list(editor.find("reduce_sum")):
         chain, (out,) = _chain(body, eqn), eqn.outvars
         if chain is None or editor.was_here(body, out):
             continue
@@ -44,18 +44,15 @@ def sum_of_scattered(editor: Editor) -> None:
         _, indices, updates = scatter.invars
         clips = scatter.params["mode"] is lax.GatherScatterMode.CLIP
         size = eqn.invars[0].aval.shape[-1]
-        (total,) = editor.choose(
+        editor.choose_instead(
             body,
-            index,
-            [out],
+            out,
             [indices, updates],
             {Where((TPU,)): _sum},
-            after=True,
             names=names,
             size=size,
             clips=clips,
         )
-        editor.read_instead(body, out, total)
 
 
 def _chain(body: Body, eqn: Any) -> list[Any] | None:
