@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._passes.by_device import BY_DEVICE, TPU, Where, inlined
+from jmp_rewrite._passes.by_device import TPU, Where, inlined
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._passes.match import is_float, is_float32, makers
+from jmp_rewrite._passes.match import is_float, is_float32, makers, on_device
 from jmp_rewrite._rules import PRODUCTS
 
 # Arithmetic on each number by itself that makes NaN of NaN.
@@ -144,7 +144,7 @@ def _recipe(body: Body, var: Any, leaves: list[Any]) -> _Step | None:
       var: of the shape that the gather reads, or with ones in place of dimensions.
       leaves: what is read; it grows.
     """
-    var = _on_a_tpu(body, var)
+    var = on_device(body, var, TPU)
     if hasattr(var, "val") or not var.aval.shape:
         return _leaf(var, (), leaves)
     spread = body.made_by(var, "broadcast_in_dim")
@@ -163,17 +163,6 @@ def _recipe(body: Body, var: Any, leaves: list[Any]) -> _Step | None:
         return _Step(eqn.primitive, tuple(eqn.params.items()), reads) if known else None
     is_stored = not is_float32(var) or _is_product(makers(body, var))
     return _leaf(var, dims, leaves) if is_float(var) and is_stored else None
-
-
-def _on_a_tpu(body: Body, var: Any) -> Any:
-    """Returns what a value is a copy of, where a choice has no part for TPUs."""
-    eqn = body.made_by(var)
-    while eqn is not None and eqn.primitive is BY_DEVICE:
-        if any(TPU in b.where.devices for b in eqn.params["branches"]):
-            break
-        var = eqn.invars[next(i for i, v in enumerate(eqn.outvars) if v is var)]
-        eqn = body.made_by(var)
-    return var
 
 
 def _is_product(places: Sequence[tuple[Body, int]]) -> bool:

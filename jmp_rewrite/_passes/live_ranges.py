@@ -21,6 +21,7 @@ from jmp_rewrite._passes.match import (
     made_inside,
     makers,
     number_of,
+    on_device,
     uses,
 )
 from jmp_rewrite._passes.program import CASTS
@@ -130,27 +131,22 @@ def _fill_late(editor: Editor) -> None:
 def _behind_views(body: Body, var: Any) -> tuple[Any, Any]:
     """Returns that of which a value is a view on a GPU, and what makes the view."""
     views: list[Any] = []
-    while (eqn := body.made_by(var, "by_device", "split", *_VIEWS)) is not None:
-        if eqn.primitive.name == "by_device":
-            if any(GPU in branch.where.devices for branch in eqn.params["branches"]):
-                break
-            position = next(i for i, v in enumerate(eqn.outvars) if v is var)
-            var = eqn.invars[position]
-            continue
-        if hasattr(eqn.invars[0], "val") or len(eqn.invars) > 1:
-            break
+    while True:
+        var = on_device(body, var, GPU)
+        eqn = body.made_by(var, "split", *_VIEWS)
+        if eqn is None or hasattr(eqn.invars[0], "val") or len(eqn.invars) > 1:
+            return var, tuple(views[::-1])
         if eqn.primitive.name == "split":
             views.append((lax.slice_p, _part(eqn, var)))
         else:
             views.append((eqn.primitive, tuple(eqn.params.items())))
         (var,) = eqn.invars
-    return var, tuple(views[::-1])
 
 
 def _part(split: Any, var: Any) -> tuple[tuple[str, Any], ...]:
     """Returns the parameters of the slice that a part of a value is."""
     axis, sizes = split.params["axis"], split.params["sizes"]
-    position = next(i for i, v in enumerate(split.outvars) if v is var)
+    position = split.outvars.index(var)
     start = [0] * var.aval.ndim
     start[axis] = sum(sizes[:position])
     limit = [a + n for a, n in zip(start, var.aval.shape, strict=True)]

@@ -72,6 +72,15 @@ def has_branch(eqn: Any, device: str) -> bool:
     return any(device in b.where.devices for b in eqn.params["branches"])
 
 
+def on_device(body: Body, var: Any, device: str) -> Any:
+    """Returns what a value is a copy of where choices have no part for a device."""
+    while (eqn := body.made_by(var, "by_device")) is not None:
+        if has_branch(eqn, device):
+            break
+        var = eqn.invars[eqn.outvars.index(var)]
+    return var
+
+
 # ---- across the boundaries of jaxprs
 
 _Call = tuple[Body, int]
@@ -177,7 +186,7 @@ def feeding(
             if index in body.held:
                 stack += _inside(body, index, var, calls)
             elif eqn.primitive is BY_DEVICE:
-                left.append(eqn.invars[_position(eqn, var)])
+                left.append(eqn.invars[eqn.outvars.index(var)])
             elif through(body, index):
                 left += eqn.invars
     return {(body, var) for (body, _), seen in found.items() for var in seen}
@@ -204,16 +213,11 @@ def _inside(
 ) -> Iterator[tuple[Body, Any, tuple[_Call, ...]]]:
     """Yields what becomes a result of an equation that holds jaxprs."""
     eqn = body.eqns[index]
-    position = _position(eqn, var)
+    position = eqn.outvars.index(var)
     for inner, result in made_inside(body, index, position):
         yield inner, result, (*calls, (body, index))
     if carries := carried(eqn)[position : position + 1]:
         yield body, eqn.invars[carries[0]], calls
-
-
-def _position(eqn: Any, var: Any) -> int:
-    """Returns which result of an equation a variable is."""
-    return next(i for i, v in enumerate(eqn.outvars) if v is var)
 
 
 def makers(body: Body, atom: Any) -> list[tuple[Body, int]]:
@@ -229,7 +233,7 @@ def makers(body: Body, atom: Any) -> list[tuple[Body, int]]:
         eqn = body.eqns[index]
         if not is_call(eqn):
             return [(body, index)]
-        position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+        position = eqn.outvars.index(atom)
         (inner, made), *_ = made_inside(body, index, position)
         return makers(inner, made)
     found = [place for source in given(body, atom) for place in makers(*source)]
@@ -273,7 +277,7 @@ def number_of(body: Body, atom: Any) -> Any:
             return found.pop() if len(found) == 1 else None
         eqn = body.eqns[index]
         if is_call(eqn):
-            position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+            position = eqn.outvars.index(atom)
             ((body, atom),) = made_inside(body, index, position)
         elif eqn.primitive.name in MOVES_NUMBER:
             (atom,) = eqn.invars

@@ -95,7 +95,7 @@ def _numbers(body: Body, atom: Any) -> Any:
         return _numbers(*sources[0]) if len(sources) == 1 else None
     eqn = body.eqns[index]
     if is_call(eqn):
-        position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+        position = eqn.outvars.index(atom)
         (inside,) = made_inside(body, index, position)
         return _numbers(*inside)
     if math.prod(atom.aval.shape) > _LARGEST_INDEX:

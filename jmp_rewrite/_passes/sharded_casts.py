@@ -49,7 +49,7 @@ def _is_cast_argument(body: Body, atom: Any) -> bool:
         return bool(sources) and all(_is_cast_argument(b, v) for b, v in sources)
     eqn = body.eqns[index]
     if is_call(eqn):
-        position = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+        position = eqn.outvars.index(atom)
         return all(_is_cast_argument(*p) for p in made_inside(body, index, position))
     moves = eqn.primitive.name in EXACT | CASTS
     floats = [v for v in eqn.invars if v.aval.dtype.kind not in "biu"]
