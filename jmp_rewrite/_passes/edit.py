@@ -12,34 +12,16 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend import core as jex
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import REWRITTEN
+from jmp_rewrite._graph import TOP, Place, inner_place
 from jmp_rewrite._passes.by_device import Where, by_device
-from jmp_rewrite._passes.program import ASKED, ROUNDING, SCOPE, Program
+from jmp_rewrite._passes.program import ROUNDING, SCOPE, Program
 from jmp_rewrite._rules import held_jaxprs, held_parameters
-
-_RECOMPUTATION = "rematted_computation"
-
-
-class Marks(NamedTuple):
-    """What a name stack says of an equation.
-
-    Attributes:
-      backward: whether reverse-mode differentiation made it.
-      recomputed: whether a checkpoint computes it once more.
-      asked: whether a user asked for float32.
-      rewritten: whether an inner `mixed_precision` has made it, passes included.
-    """
-
-    backward: bool = False
-    recomputed: bool = False
-    asked: bool = False
-    rewritten: bool = False
 
 
 class Body:
@@ -68,7 +50,7 @@ class Body:
         self.parameter = {v: i for i, v in enumerate(self.invars)}
         self.edits = _Edits()
         self.is_changed = False
-        self._marks: frozenset[Marks] | None = None
+        self._marks: frozenset[Place] | None = None
         self._index()
 
     def _index(self) -> None:
@@ -282,7 +264,7 @@ class Editor:
         self.done: collections.Counter[str] = collections.Counter()
         self._name = ""
         self._traced: dict[Any, Any] = {}
-        self._said: dict[tuple[int, int], tuple[Any, frozenset[Marks]]] = {}
+        self._said: dict[tuple[int, int], tuple[Any, frozenset[Place]]] = {}
         self._is_rewired = False
 
     def _add(self, jaxpr: Any) -> Body:
@@ -339,18 +321,23 @@ class Editor:
 
     # ---- what the name stack says
 
-    def marks(self, body: Body, index: int) -> frozenset[Marks]:
-        """Returns the marks of an equation, by each way in which it is reached."""
+    def marks(self, body: Body, index: int) -> frozenset[Place]:
+        """Returns where an equation stands, for each way in which it is reached.
+
+        The path and the number of a kernel's call are left out.
+        """
         stack = body.eqns[index].source_info.name_stack
         key = id(body), id(stack)
         if key not in self._said:  # kept with it, or its number is used again
-            own = _marks(_compat.scope_elements(stack))
-            self._said[key] = stack, _under(self._outer(body), own)
+            elements = _compat.scope_elements(stack)
+            places = (inner_place(outer, elements) for outer in self._outer(body))
+            marks = frozenset(p._replace(path="", call=-1) for p in places)
+            self._said[key] = stack, marks
         return self._said[key][1]
 
-    def _outer(self, body: Body) -> frozenset[Marks]:
+    def _outer(self, body: Body) -> frozenset[Place]:
         if body._marks is None:
-            own = frozenset({Marks()}) if body is self._top else frozenset[Marks]()
+            own = frozenset({TOP} if body is self._top else ())
             body._marks = own.union(*(self.marks(*call) for call in body.calls))
         return body._marks
 
@@ -364,7 +351,7 @@ class Editor:
 
     def is_asked(self, body: Body, index: int) -> bool:
         """Whether a user asked for the float32 of an equation anywhere."""
-        return any(m.asked for m in self.marks(body, index))
+        return any(m.full for m in self.marks(body, index))
 
     # ---- edits
 
@@ -687,24 +674,4 @@ def _choice(
     branches = {where: bound(fun) for where, fun in _branches}
     return by_device(
         values[:_count], values[_count:], branches, _required, _forward_only
-    )
-
-
-@functools.lru_cache(maxsize=8192)
-def _marks(elements: tuple[Any, ...]) -> Marks:
-    scopes = [p for e in elements if _compat.is_scope(e) for p in e.name.split("/")]
-    transforms = [e.name for e in elements if not _compat.is_scope(e)]
-    return Marks(
-        "transpose" in transforms,
-        _RECOMPUTATION in scopes,
-        ASKED in scopes,
-        REWRITTEN in scopes,
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _under(outer: frozenset[Marks], own: Marks) -> frozenset[Marks]:
-    """Returns the marks of an equation, those of its callers included."""
-    return frozenset(
-        Marks(*(a or b for a, b in zip(one, own, strict=True))) for one in outer
     )

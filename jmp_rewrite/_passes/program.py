@@ -9,8 +9,8 @@ was decided before, a pass knows what it sees there:
   a `saturating_cast`, is of an operand, or was the user's own. Widening is a plain
   cast. After the passes a rounding becomes the cast `into`.
 - A product of half operands has a half or a float32 result, its dtype.
-- Float32 that a user asked for stands in the name scope `ASKED`. A pass that rounds or
-  computes again leaves it alone.
+- Float32 that a user asked for stands in the name scope of `full_precision`. A pass
+  that rounds or computes again leaves it alone.
 - Backward and recomputed equations are told by the name stack (`Editor.is_backward`).
 
 A pass edits through `Editor` alone. What it inserts is traced from a small function and
@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jmp_rewrite._graph import FULL_PRECISION, PASS
+from jmp_rewrite._graph import PASS
 
 if TYPE_CHECKING:
     from jmp_rewrite._passes.edit import Editor
 
-# Name scopes: what a pass inserts, and float32 that a user asked for.
-SCOPE, ASKED = PASS, FULL_PRECISION
+# The name scope of what a pass inserts; its name follows.
+SCOPE = PASS
 
 # Primitives that round a result, and all that cast.
 ROUNDING = "rounding"
