@@ -16,7 +16,7 @@ from jmp_rewrite import _compat, _passes, _rewrite
 from jmp_rewrite._emit import Cell, Emitter
 from jmp_rewrite._graph import REWRITTEN, Instance
 from jmp_rewrite._precision import Plan
-from jmp_rewrite._rules import held_parameters
+from jmp_rewrite._rules import held_jaxprs, with_held
 
 _MARK = "jmp_rewrite.equation:"
 
@@ -103,19 +103,11 @@ class _Stripping:
         return clean
 
     def _equation(self, eqn: Any) -> tuple[Any, Origin]:
-        held = held_parameters(eqn.primitive.name)
-        new = {key: self._parameter(eqn.params[key]) for key in held}
+        eqn = with_held(eqn, map(self.strip, held_jaxprs(eqn)))
         elements = _compat.scope_elements(eqn.source_info.name_stack)
         marks = [e.name for e in elements if e.name.startswith(_MARK)]
-        if not marks and all(new[key] is eqn.params[key] for key in held):
+        if not marks:
             return eqn, ()
         kept = [e for e in elements if not e.name.startswith(_MARK)]
-        clean = _compat.with_name_stack(eqn, kept, {**eqn.params, **new})
+        clean = _compat.with_name_stack(eqn, kept, eqn.params)
         return clean, tuple(int(m.removeprefix(_MARK)) for m in marks)
-
-    def _parameter(self, held: Any) -> Any:
-        if not isinstance(held, (tuple, list)):
-            return self.strip(held)
-        parts = tuple(map(self.strip, held))
-        same = all(a is b for a, b in zip(parts, held, strict=True))
-        return held if same else parts

@@ -31,6 +31,7 @@ from jmp_rewrite._rules import (
     PRODUCTS,
     held_jaxprs,
     held_parameters,
+    with_held,
 )
 
 # Calls that are looked into.
@@ -96,23 +97,12 @@ class _Program:
         return _compat.with_body(jaxpr, eqns=new)
 
     def _equation(self, eqn: Any, place: Place) -> Any:
-        held = held_parameters(eqn.primitive.name)
+        held = held_jaxprs(eqn)
         if not held:
             return eqn
         here = inner_place(place, _compat.scope_elements(eqn.source_info.name_stack))
         merges = eqn.primitive.name not in _TRANSPARENT
-
-        def once(value: Any) -> Any:
-            if isinstance(value, (tuple, list)):
-                parts = tuple(map(once, value))
-                same = all(a is b for a, b in zip(parts, value, strict=True))
-                return value if same else parts
-            return self._once(value, here, merges)
-
-        new = {k: once(eqn.params[k]) for k in held}
-        if all(new[k] is eqn.params[k] for k in held):
-            return eqn
-        return eqn.replace(params={**eqn.params, **new})
+        return with_held(eqn, [self._once(j, here, merges) for j in held])
 
     def _merged(self, jaxpr: Any, place: Place) -> Any:
         """Computes once what one body, with its calls, computes twice."""

@@ -8,6 +8,7 @@ identity of its first operands. A program for several platforms at once is for n
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jmp_rewrite import _compat
-from jmp_rewrite._rules import held_parameters
+from jmp_rewrite._rules import held_jaxprs, with_held
 
 # As `_compat.is_for` tells devices: platforms, and generations of TPUs.
 CPU, GPU, TPU = "cpu", "cuda", "tpu"
@@ -226,8 +227,10 @@ class _Resolving:
         for eqn in body.eqns:
             eqns += self._equations(eqn, same)
         outvars = [_read(same, v) for v in body.outvars]
-        unchanged = len(eqns) == len(body.eqns) and all(map(_is, eqns, body.eqns))
-        if unchanged and all(map(_is, outvars, body.outvars)):
+        unchanged = len(eqns) == len(body.eqns) and all(
+            map(operator.is_, eqns, body.eqns)
+        )
+        if unchanged and all(map(operator.is_, outvars, body.outvars)):
             return jaxpr
         return _compat.with_body(jaxpr, eqns=eqns, outvars=outvars)
 
@@ -239,17 +242,9 @@ class _Resolving:
             outs, eqns = self._chosen(eqn, invars, same)
             same.update(zip(eqn.outvars, outs, strict=True))
             return eqns
-        held = {k: eqn.params[k] for k in held_parameters(eqn.primitive.name)}
-        new = {k: self._parameter(v) for k, v in held.items()}
-        if all(new[k] is held[k] for k in held) and all(map(_is, invars, eqn.invars)):
-            return [eqn]
-        return [eqn.replace(invars=invars, params={**eqn.params, **new})]
-
-    def _parameter(self, held: Any) -> Any:
-        if not isinstance(held, (tuple, list)):
-            return self.jaxpr(held)
-        parts = tuple(map(self.jaxpr, held))
-        return held if all(map(_is, parts, held)) else parts
+        eqn = with_held(eqn, map(self.jaxpr, held_jaxprs(eqn)))
+        is_same = all(map(operator.is_, invars, eqn.invars))
+        return [eqn if is_same else eqn.replace(invars=invars)]
 
     def _chosen(
         self, eqn: Any, invars: list[Any], same: dict[Any, Any]
@@ -287,7 +282,3 @@ def inlined(
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:
     return atom if hasattr(atom, "val") else env.get(atom, atom)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other

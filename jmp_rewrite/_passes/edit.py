@@ -21,7 +21,7 @@ from jmp_rewrite import _compat
 from jmp_rewrite._graph import TOP, Place, inner_place
 from jmp_rewrite._passes.by_device import Where, by_device
 from jmp_rewrite._passes.program import ROUNDING, SCOPE, Program
-from jmp_rewrite._rules import held_jaxprs, held_parameters
+from jmp_rewrite._rules import held_jaxprs, with_held
 
 
 class Body:
@@ -612,19 +612,10 @@ def _rebuilt(
             eqns[index] = _compat.as_cast(eqn)
             is_changed = True
     for index, held in body.held.items():
-        eqn, jaxprs = eqns[index], iter(held)
-        new = {}
-        for key in held_parameters(eqn.primitive.name):
-            old = eqn.params[key]
-            if isinstance(old, (tuple, list)):
-                parts = tuple(in_place_of(j, made[next(jaxprs)]) for j in old)
-                same = all(a is b for a, b in zip(parts, old, strict=True))
-                new[key] = old if same else parts
-            else:
-                new[key] = in_place_of(old, made[next(jaxprs)])
-        if any(new[key] is not eqn.params[key] for key in new):
-            eqns[index] = eqn.replace(params={**eqn.params, **new})
-            is_changed = True
+        old = eqns[index]
+        pairs = zip(held_jaxprs(old), held, strict=True)
+        eqns[index] = with_held(old, [in_place_of(j, made[b]) for j, b in pairs])
+        is_changed |= eqns[index] is not old
     before = _compat.open_jaxpr(body.jaxpr)
     if not is_changed:
         return before

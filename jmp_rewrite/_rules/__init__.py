@@ -21,6 +21,7 @@ from jmp_rewrite._rules.held import (
     LEFT_ALONE,
     held_jaxprs,
     held_parameters,
+    with_held,
 )
 from jmp_rewrite._rules.table import (
     DECOMPOSITIONS,
@@ -62,4 +63,5 @@ __all__ = [
     "opaque_reason",
     "reason",
     "table",
+    "with_held",
 ]

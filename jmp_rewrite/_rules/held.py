@@ -7,6 +7,8 @@ line to `CALLS`; for anything else add a function beside its siblings in
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 # The parameter that holds the jaxpr of a primitive that calls it once.
@@ -71,3 +73,19 @@ def held_jaxprs(eqn: Any) -> list[Any]:
         value = eqn.params[key]
         held.extend(value if isinstance(value, (tuple, list)) else (value,))
     return held
+
+
+def with_held(eqn: Any, jaxprs: Iterable[Any]) -> Any:
+    """Returns an equation that holds others in place of its `held_jaxprs`.
+
+    The same object if they are the same.
+    """
+    new = list(jaxprs)
+    if all(map(operator.is_, new, held_jaxprs(eqn))):
+        return eqn
+    left = iter(new)
+    params = dict(eqn.params)
+    for key in held_parameters(eqn.primitive.name):
+        several = isinstance(params[key], (tuple, list))
+        params[key] = tuple(next(left) for _ in params[key]) if several else next(left)
+    return eqn.replace(params=params)
