@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,7 @@ from jmp_rewrite._rules import PRODUCTS, Category, table
 ALLOW, INFER, DENY, CLEAR = Category
 
 
-def spread(
-    graph: Graph, pins: Pins, consumers: Sequence[Sequence[int]], out_of_range: set[int]
-) -> None:
+def spread(graph: Graph, pins: Pins, out_of_range: set[int]) -> None:
     """What lies downstream of a deny node is full, up to the next allow node.
 
     So is what follows from a number that half cannot hold: it is still in there.
@@ -28,6 +25,7 @@ def spread(
     stack = [n for n, c in enumerate(pins.categories) if c is DENY]
     stack += sorted(out_of_range)
     origin = {n: n for n in stack}
+    consumers = graph.consumers()
     while stack:
         node = stack.pop()
         for reader in consumers[node]:

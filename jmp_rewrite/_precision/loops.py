@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jmp_rewrite._graph import Graph, Loop, Node, Value, reached
+from jmp_rewrite._graph import Graph, Loop, Value, reached
 from jmp_rewrite._precision.origins import (
     MOVES,
     leads_to_product,
@@ -14,11 +14,7 @@ from jmp_rewrite._precision.origins import (
 from jmp_rewrite._rules import Category
 
 
-def residual_streams(
-    graph: Graph,
-    categories: Sequence[Category | None],
-    consumers: Sequence[Sequence[int]],
-) -> set[int]:
+def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
     """Returns the carries that are the residual stream of a scan over layers.
 
     There each iteration multiplies the carry by its own weights, slices of `xs`, and
@@ -27,17 +23,18 @@ def residual_streams(
     it is told apart because its body holds a backward pass of its own.
     """
     streams: set[int] = set()
-    made = made_by_products(categories, consumers) if graph.loops else set()
+    consumers = graph.consumers()
+    made = made_by_products(graph, categories) if graph.loops else set()
     for loop in graph.loops:
         if loop.eqn.primitive.name != "scan" or _trains(graph, loop):
             continue
         products = _layer_products(graph, loop, categories, made)
+        within = loop.nodes.__contains__
         for received, handed_on in loop.carries:
-            ahead = _reach(received, consumers, loop.nodes)
+            ahead = reached([received], consumers, within)
             if any(
-                product in ahead
-                and handed_on in _reach(product, consumers, loop.nodes)
-                and _multiplies(graph.nodes[product], ahead | {received})
+                any(v.node in ahead for v in graph.nodes[product].inputs)
+                and handed_on in reached([product], consumers, within)
                 for product in products
             ):
                 streams.add(received)
@@ -45,9 +42,7 @@ def residual_streams(
 
 
 def recurrent_activations(
-    graph: Graph,
-    categories: Sequence[Category | None],
-    consumers: Sequence[Sequence[int]],
+    graph: Graph, categories: Sequence[Category | None]
 ) -> set[int]:
     """Returns the products' values inside forward loops: the gates of an LSTM.
 
@@ -62,7 +57,7 @@ def recurrent_activations(
     }
     if not inside:
         return inside
-    return inside & made_by_products(categories, consumers)
+    return inside & made_by_products(graph, categories)
 
 
 def of_carried_states(graph: Graph, products: Callable[[int], bool]) -> set[int]:
@@ -228,12 +223,3 @@ def _layer_products(
             if is_slice(node.inputs[0]):
                 moved.add(index)
     return products
-
-
-def _multiplies(product: Node, stream: set[int]) -> bool:
-    return any(value.node in stream for value in product.inputs)
-
-
-def _reach(start: int, consumers: Sequence[Sequence[int]], within: range) -> set[int]:
-    """Returns the nodes that depend on one, up to the next iteration."""
-    return reached([start], consumers, within.__contains__) - {start}

@@ -43,22 +43,19 @@ REDUCTIONS = frozenset(
 )
 
 
-def made_by_products(
-    categories: Sequence[Category | None], consumers: Sequence[Sequence[int]]
-) -> set[int]:
+def made_by_products(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
     """Returns the nodes that have a matrix multiplication upstream."""
     products = (n for n, c in enumerate(categories) if c is Category.ALLOW)
-    return reached(products, consumers)
+    return reached(products, graph.consumers())
 
 
-def made_by(
-    products: Iterable[int], nodes: Sequence[Node], consumers: Sequence[Sequence[int]]
-) -> set[int]:
+def made_by(products: Iterable[int], graph: Graph) -> set[int]:
     """Returns these matrix multiplications, and all that depends on them.
 
     What a decomposition makes of it is as exact as any float32 code's, not as a half
     product: it read unrounded values.
     """
+    nodes, consumers = graph.nodes, graph.consumers()
     return reached(products, consumers, lambda n: nodes[n].name not in DECOMPOSITIONS)
 
 
@@ -68,14 +65,8 @@ def leads_to_product(
     stops: Callable[[int], bool],
 ) -> set[int]:
     """Returns the nodes that a matrix product depends on without a stop between."""
-    found: set[int] = set()
-    stack = list(products)
-    while stack:
-        for node in predecessors[stack.pop()]:
-            if node not in found and not stops(node):
-                found.add(node)
-                stack.append(node)
-    return found
+    read = {s for n in products for s in predecessors[n] if not stops(s)}
+    return reached(read, predecessors, lambda n: not stops(n))
 
 
 def gradients(graph: Graph, products: set[int]) -> set[int]:

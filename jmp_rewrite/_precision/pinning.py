@@ -78,7 +78,7 @@ def pin(
     _pin_products(graph, pins)
     if policy.compute_dtype == np.float16:
         local.out_of_range |= downstream.unknown_epsilons(graph, pins)
-    downstream.spread(graph, pins, graph.consumers(), local.out_of_range)
+    downstream.spread(graph, pins, local.out_of_range)
     pins.rounds_after = downstream.rounds_after(graph, pins, policy)
     pins.lossy = downstream.lossy(graph, policy.compute_dtype)
     pins.out_of_range = frozenset(local.out_of_range)
@@ -100,15 +100,15 @@ def _pin_products(graph: Graph, pins: Pins) -> None:
 
 def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     """Pins what is no activation or cotangent on its way to a matrix multiplication."""
-    products, consumers = pins.products(), graph.consumers()
-    made = origins.made_by(products, graph.nodes, consumers)
+    products = pins.products()
+    made = origins.made_by(products, graph)
     made |= {
         n.index for n in graph.nodes if n.place.backward and not n.place.recomputed
     }
     lookups = origins.tied_lookups(graph, products, made)
     lookups |= origins.lookups(graph, made) & pins.forced
-    made |= origins.made_by(lookups, graph.nodes, consumers)
-    streams = loops.residual_streams(graph, pins.categories, consumers)
+    made |= origins.made_by(lookups, graph)
+    streams = loops.residual_streams(graph, pins.categories)
     state = train_state.train_state(graph, pins.categories, products, made, streams)
     blame = {n: n for n in state if graph.nodes[n].eqn is not None}
     _pin_all(pins, dict.fromkeys(state, STATE), blame)
@@ -205,7 +205,7 @@ def _pin_the_rest(
     small: set[int],
 ) -> None:
     """Pins exact values, and what leads to no matrix multiplication."""
-    recurrent = loops.recurrent_activations(graph, pins.categories, graph.consumers())
+    recurrent = loops.recurrent_activations(graph, pins.categories)
     # Operands of matrix multiplications are rounded in any case.
     alone = origins.read_alone(
         graph,
