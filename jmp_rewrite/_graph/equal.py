@@ -66,7 +66,7 @@ def computed_once(closed: Any, by_path: bool = False) -> Any:
     """
     if shared_jaxprs(closed):  # each use is looked at, and here they are too many
         return closed
-    return _Program(by_path).level(closed, TOP)
+    return _Program(by_path).once(closed, TOP)
 
 
 class _Program:
@@ -76,11 +76,11 @@ class _Program:
         self._by_path = by_path
         self._known: dict[tuple[int, Place], tuple[Any, Any]] = {}
 
-    def level(self, jaxpr: Any, place: Place) -> Any:
-        """Returns a jaxpr in which, and in whose loops, nothing is computed twice."""
-        return self._once(jaxpr, place, merges=True)
+    def once(self, jaxpr: Any, place: Place, merges: bool = True) -> Any:
+        """Returns a jaxpr in which, and in whose loops, nothing is computed twice.
 
-    def _once(self, jaxpr: Any, place: Place, merges: bool) -> Any:
+        Without `merges` only its loops are: whoever calls it looks into the rest.
+        """
         key = id(jaxpr), place
         if key not in self._known:  # kept with it, or its number is used again
             inner = self._with_held(jaxpr, place)
@@ -102,7 +102,7 @@ class _Program:
             return eqn
         here = inner_place(place, _compat.scope_elements(eqn.source_info.name_stack))
         merges = eqn.primitive.name not in _TRANSPARENT
-        return with_held(eqn, [self._once(j, here, merges) for j in held])
+        return with_held(eqn, [self.once(j, here, merges) for j in held])
 
     def _merged(self, jaxpr: Any, place: Place) -> Any:
         """Computes once what one body, with its calls, computes twice."""
