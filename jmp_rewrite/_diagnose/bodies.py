@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.evaluate import last_uses
-from jmp_rewrite._diagnose.float32 import is_half
-from jmp_rewrite._graph import FLOAT32
+from jmp_rewrite._graph import FLOAT32, is_half
 from jmp_rewrite._passes import CASTS, SCOPE
 from jmp_rewrite._rules import CALLS, held_jaxprs
 

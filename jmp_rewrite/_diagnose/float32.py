@@ -10,27 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from jax.extend import core as jex
 
 from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.evaluate import undonated
-from jmp_rewrite._graph import FLOAT32
+from jmp_rewrite._graph import FLOAT32, HALVES, is_half
 from jmp_rewrite._rules import LANES, Category, table
 
-_HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
-_KINDS = _HALVES | {FLOAT32}
+_KINDS = HALVES | {FLOAT32}
 _FLOAT32_BITS = (8, 23)
 # Titles of `_rules/table.py` under which an equation means its dtypes.
 _TYPED = ("opaque", "depends on the dtype", "draws random bits")
 # This library's own: without rounding the first operand, on every device.
 _OWN = frozenset({"rounding", "saturating_cast"})
-
-
-def is_half(aval: Any) -> bool:
-    """Whether a type is that of a float16 or bfloat16 array."""
-    return getattr(aval, "dtype", None) in _HALVES
 
 
 def touches_half(eqn: Any) -> bool:
@@ -96,7 +89,7 @@ def _dtype(x: Any) -> Any:
 
 
 def _is_half_dtype(x: Any) -> bool:
-    return isinstance(x, np.dtype) and x in _HALVES
+    return isinstance(x, np.dtype) and x in HALVES
 
 
 def _is_typed(eqn: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jmp_rewrite import _compat
 from jmp_rewrite._graph import FLOAT32, Graph, Node, Value, is_float32
 from jmp_rewrite._rules import PRODUCTS, SELECTS
 
@@ -61,7 +62,7 @@ class Roundings:
     def __init__(self, graph: Graph) -> None:
         self._readers: dict[Any, list[Any]] = {}
         for use in graph.uses():
-            body = getattr(use.jaxpr, "jaxpr", use.jaxpr)
+            body = _compat.open_jaxpr(use.jaxpr)
             for atom in body.outvars:
                 self._readers.setdefault(_key(atom), []).append(None)
             for eqn in body.eqns:
@@ -115,7 +116,7 @@ def _is_kept(number: float, half: np.dtype) -> bool:
 
 def results_of(graph: Graph) -> dict[int, Value]:
     """Returns the float32 results of a program by their numbers."""
-    outvars = getattr(graph.top.jaxpr, "jaxpr", graph.top.jaxpr).outvars
+    outvars = _compat.open_jaxpr(graph.top.jaxpr).outvars
     numbers = [i for i, v in enumerate(outvars) if is_float32(v.aval)]
     return dict(zip(numbers, graph.results, strict=True))
 

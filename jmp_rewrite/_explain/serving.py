@@ -97,5 +97,5 @@ def _moved_from(graph: Graph, node: int, half: np.dtype) -> list[int]:
 
 
 def _type(graph: Graph, number: int) -> Any:
-    aval = getattr(graph.top.jaxpr, "jaxpr", graph.top.jaxpr).invars[number].aval
+    aval = _compat.open_jaxpr(graph.top.jaxpr).invars[number].aval
     return aval.shape, aval.dtype

@@ -4,6 +4,7 @@ from jmp_rewrite._graph import build, nodes, region
 from jmp_rewrite._graph.equal import computed_once
 from jmp_rewrite._graph.half import compute_dtype, half_precision, has_half_precision
 from jmp_rewrite._graph.nodes import (
+    HALVES,
     KERNEL_OPERAND,
     KERNEL_RESULT,
     Graph,
@@ -38,6 +39,7 @@ __all__ = [
     "FLOAT32",
     "FULL_PRECISION",
     "Graph",
+    "HALVES",
     "Inner",
     "Instance",
     "KERNEL_OPERAND",

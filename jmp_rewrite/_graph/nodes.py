@@ -20,10 +20,10 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph.distinct import NOWHERE
+from jmp_rewrite._graph.region import FLOAT32
 from jmp_rewrite._graph.scopes import Place
 
-FLOAT32 = np.dtype(np.float32)
-_HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
+HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
 # Names of the casts at the edges of a kernel of half operands: down, and back up.
 KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 # What a dimension counts that is a symbol when a program is exported.
@@ -367,7 +367,7 @@ def is_float32(aval: Any) -> bool:
 
 
 def is_half(aval: Any) -> bool:
-    return getattr(aval, "dtype", None) in _HALVES
+    return getattr(aval, "dtype", None) in HALVES
 
 
 def is_literal(atom: Any) -> bool:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from jmp_rewrite import _compat
+from jmp_rewrite._graph import FLOAT32, HALVES
 from jmp_rewrite._passes.by_device import BY_DEVICE
 from jmp_rewrite._passes.edit import Body
 from jmp_rewrite._rules import CALLS, LEFT_ALONE, MOVES_NUMBER, PRODUCTS
 
-FLOAT32 = np.dtype(np.float32)
-_FLOATS = frozenset({FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
+_FLOATS = HALVES | {FLOAT32}
 
 
 def is_float32(atom: Any) -> bool:

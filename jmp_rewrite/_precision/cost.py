@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, has_to_be_read, reached
+from jmp_rewrite._graph import Graph, Node, has_to_be_read, is_backward, reached
 from jmp_rewrite._precision import loops, origins
 from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
@@ -260,10 +260,7 @@ def _weighed(graph: Graph, pins: Pins) -> set[int]:
     return {
         n.index
         for n in graph.nodes
-        if n.name == "mul"
-        and n.place.backward
-        and not n.place.recomputed
-        and n.index not in curved
+        if n.name == "mul" and is_backward(n) and n.index not in curved
     }
 
 
@@ -291,7 +288,7 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
     if not pins.whole_step:
         # The backward pass has yet to be made, and may need any of them again. But the
         # derivatives of costly functions use their own result, before it is rounded.
-        forward = (n.index for n in graph.nodes if not origins.is_backward(n))
+        forward = (n.index for n in graph.nodes if not is_backward(n))
         needed.update(anchors[n] for n in forward)
         needed = {a for a in needed if a and graph.nodes[a].name not in COSTLY}
     else:
@@ -356,7 +353,7 @@ def _joined(graph: Graph, pins: Pins) -> set[int]:
     found: set[int] = set()
     for node in graph.nodes:
         of_pads = node.disjoint and node.name != "scatter-add"
-        if origins.is_backward(node) and (node.name == "concatenate" or of_pads):
+        if is_backward(node) and (node.name == "concatenate" or of_pads):
             parts = {_unpadded(v.node, graph, pins) for v in node.inputs if v.node >= 0}
             sizes = sorted(graph.nodes[n].size for n in parts)
             if len(sizes) > 1 and 2 * sizes[-2] >= sizes[-1]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Place, Region
+from jmp_rewrite._graph import Graph, Node, Place, Region, is_backward
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import (
@@ -114,7 +114,7 @@ def cheapest(graph: Graph, pins: Pins) -> list[bool]:
     labels = _place.cheapest(storage(graph, pins))
     if not pins.whole_step:
         native = propagation(graph, pins)
-        forward = [not origins.is_backward(n) for n in graph.nodes]
+        forward = [not is_backward(n) for n in graph.nodes]
         both = zip(labels, native, forward, strict=True)
         labels = [a or (b and c) for a, b, c in both]
     return [x and n not in pins.emits_full for n, x in enumerate(labels)]

@@ -7,8 +7,7 @@ differences and logarithms of them. The layer's backward pass reads a rounded co
 
 from __future__ import annotations
 
-from jmp_rewrite._graph import Graph, Value, reached
-from jmp_rewrite._precision import origins
+from jmp_rewrite._graph import Graph, Value, is_backward, reached
 from jmp_rewrite._precision.cost import moves_exactly
 from jmp_rewrite._precision.origins import leads_to_product
 from jmp_rewrite._precision.pins import Pins
@@ -28,7 +27,7 @@ def few_of_a_loss(graph: Graph, pins: Pins, products: set[int]) -> set[int]:
     """
     nodes = graph.nodes
     reads, readers = _through_carries(graph)
-    backward = {n for n in products if origins.is_backward(nodes[n])}
+    backward = {n for n in products if is_backward(nodes[n])}
     layers = leads_to_product(products - backward, reads, lambda n: False)
     # Derivatives of layers, too, lead to no layer.
     of_layers = reached(layers & products, readers, lambda n: n not in products)

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._graph import KERNEL_OPERAND, KERNEL_RESULT, Node
+from jmp_rewrite._graph import KERNEL_OPERAND, KERNEL_RESULT, Node, is_half
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.products import request
 from jmp_rewrite._rules import Category, table
@@ -22,7 +22,6 @@ from jmp_rewrite._rules import Category, table
 ALLOW, INFER, DENY, CLEAR = Category
 
 _JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
-_HALVES = ("bfloat16", "float16")
 # Casts at the edges of kernels.
 KERNEL_EDGES = frozenset({KERNEL_OPERAND, KERNEL_RESULT})
 
@@ -170,13 +169,12 @@ def is_scalar(node: Node) -> bool:
 
 def _convert(node: Node) -> Category | None:
     """A cast is judged by its two dtypes."""
-    source = node.eqn.invars[0].aval.dtype
-    target = node.eqn.params["new_dtype"]
-    if target != np.float32:
-        return CLEAR if node.inputs and target.name in _HALVES else DENY
-    if source == np.float32 or source == np.bool_:
+    before, after = node.eqn.invars[0].aval, node.eqn.outvars[0].aval
+    if after.dtype != np.float32:
+        return CLEAR if node.inputs and is_half(after) else DENY
+    if before.dtype == np.float32 or before.dtype == np.bool_:
         return CLEAR  # 0 and 1 are exact
-    if source.name in _HALVES and node.given:
+    if is_half(before) and node.given:
         return CLEAR  # a program's half argument; nobody asked for more digits of it
     return DENY  # integers above 256 round; what was half the user wants full
 

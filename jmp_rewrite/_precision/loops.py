@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jmp_rewrite._graph import Graph, Loop, Value, reached
+from jmp_rewrite._graph import Graph, Loop, Value, is_backward, reached
 from jmp_rewrite._precision.origins import (
     MOVES,
     leads_to_product,
@@ -183,8 +183,7 @@ def cotangents_into_loops(
                     found.add(source)
     found |= leads_to_product(found, predecessors, state.__contains__)
     found -= inner
-    places = ((n, graph.nodes[n].place) for n in found)
-    return {n for n, place in places if place.backward and not place.recomputed}
+    return {n for n in found if is_backward(graph.nodes[n])}
 
 
 def _inside(loop: Loop, loops: Sequence[Loop]) -> list[Loop]:

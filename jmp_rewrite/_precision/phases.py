@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value, reached
-from jmp_rewrite._precision.origins import is_backward
+from jmp_rewrite._graph import Graph, Node, Value, is_backward, reached
 from jmp_rewrite._precision.terms import source_of
 from jmp_rewrite._rules import COSTLY, PRODUCTS
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
-from jmp_rewrite._graph import Graph, Node, Opaque, reads_float32
+from jmp_rewrite._graph import Graph, Node, Opaque, is_backward, reads_float32
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision import (
     downstream,
@@ -102,9 +102,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     """Pins what is no activation or cotangent on its way to a matrix multiplication."""
     products = pins.products()
     made = origins.made_by(products, graph)
-    made |= {
-        n.index for n in graph.nodes if n.place.backward and not n.place.recomputed
-    }
+    made |= {n.index for n in graph.nodes if is_backward(n)}
     lookups = origins.tied_lookups(graph, products, made)
     lookups |= origins.lookups(graph, made) & pins.forced
     made |= origins.made_by(lookups, graph)

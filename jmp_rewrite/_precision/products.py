@@ -8,12 +8,8 @@ from typing import Any
 
 import jax
 
-from jmp_rewrite._graph import Graph, Node, elements, reached
-from jmp_rewrite._precision.origins import (
-    is_backward,
-    is_indicator,
-    is_zero,
-)
+from jmp_rewrite._graph import Graph, Node, elements, is_backward, is_half, reached
+from jmp_rewrite._precision.origins import is_indicator, is_zero
 from jmp_rewrite._precision.phases import products_of_phases
 from jmp_rewrite._rules import PRODUCTS, Category
 
@@ -23,7 +19,6 @@ SHORT = 4
 
 # Precisions of a product that ask for no more than the default.
 _NO_REQUEST = frozenset({"NONE", "DEFAULT", "FASTEST", "BFLOAT16"})
-_HALVES = ("bfloat16", "float16")
 
 
 def request(node: Node) -> str | None:
@@ -103,7 +98,7 @@ def _casts_up(
     for node in graph.nodes:
         category, read = categories[node.index], [v.node for v in node.inputs]
         if node.name == "convert_element_type" and category is Category.DENY:
-            if node.avals and node.eqn.invars[0].aval.dtype.name in _HALVES:
+            if node.avals and is_half(node.eqn.invars[0].aval):
                 cast_up.add(node.index)
         elif category is Category.CLEAR and len(read) == 1 and read[0] in cast_up:
             cast_up.add(node.index)

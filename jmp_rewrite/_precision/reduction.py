@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jmp_rewrite._graph import Graph, Node, reached
-from jmp_rewrite._precision.origins import is_backward
+from jmp_rewrite._graph import Graph, Node, is_backward, reached
 from jmp_rewrite._rules import Category, table
 
 _SUMS_OVER_DEVICES = frozenset(

@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_rewrite._graph import Graph, Loop, Node, Value, reached
-from jmp_rewrite._precision.origins import MOVES, Roots, is_backward
+from jmp_rewrite._graph import Graph, Loop, Node, Value, is_backward, reached
+from jmp_rewrite._precision.origins import MOVES, Roots
 from jmp_rewrite._rules import Category
 
 # Arithmetic that makes a new value of an old one and an update.

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, is_backward, reached
+from jmp_rewrite import _compat
+from jmp_rewrite._graph import Graph, is_backward, is_half, reached
 from jmp_rewrite._rules import Category
 from jmp_rewrite._source import is_scaling
 
@@ -21,7 +22,7 @@ def is_unscaled(graph: Graph) -> bool:
     by, or a literal. A temperature multiplies arrays. What `scale_loss` multiplies, of
     any shape and dtype, is marked.
     """
-    bodies = (getattr(use.jaxpr, "jaxpr", use.jaxpr) for use in graph.uses())
+    bodies = (_compat.open_jaxpr(use.jaxpr) for use in graph.uses())
     if any(is_scaling(eqn) for body in bodies for eqn in body.eqns):
         return False
     backward = [node for node in graph.nodes if is_backward(node)]
@@ -48,9 +49,8 @@ def rewritten_dtype(graph: Graph) -> str:
     for node in graph.nodes:
         if node.place.rewritten:
             for out in node.eqn.outvars:
-                name = getattr(getattr(out.aval, "dtype", None), "name", "")
-                if name in ("bfloat16", "float16"):
-                    return name
+                if is_half(out.aval):
+                    return str(out.aval.dtype)
     return ""
 
 
