@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import FLOAT32, Graph, Node, Value, is_float32
+from jmp_rewrite._graph import FLOAT32, JOINTS, Graph, Node, Value, is_float32
 from jmp_rewrite._rules import PRODUCTS, SELECTS
 
 _CAST = "convert_element_type"
-_JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
 # A value is told by its node; an argument and a result of the program are nodes, too.
 RETURNED = None
 
@@ -94,7 +93,7 @@ def _key(atom: Any) -> Any:
 
 def is_move(node: Node, half: np.dtype) -> bool:
     """Whether a node's results are elements of its operands, in any dtype."""
-    if node.name in _JOINTS:
+    if node.name in JOINTS:
         return True
     name = node.eqn.primitive.name
     if name not in SELECTS | {_CAST} or not node.avals or node.mixed:
@@ -180,7 +179,7 @@ class Unrounded:
     def _moves(self, node: int) -> bool:
         """Whether a node hands its operands on as they are."""
         made = self._graph.nodes[node]
-        return made.name in _JOINTS or made.eqn.primitive.name in SELECTS | {_CAST}
+        return made.name in JOINTS or made.eqn.primitive.name in SELECTS | {_CAST}
 
     def __contains__(self, source: int | None) -> bool:
         return source is None or source in self.readers

@@ -151,7 +151,7 @@ def _plan(
 
 
 def _is_half(node: Node, half: np.dtype, narrow: set[int]) -> bool:
-    if node.name in ("carry_in", "stack_out"):
+    if node.name in _HELD_BY_LOOPS:
         return node.size > ONE_LINE
     if node.name == "carry_out" or is_widened(node, half):
         return True

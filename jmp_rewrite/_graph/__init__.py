@@ -4,7 +4,9 @@ from jmp_rewrite._graph import build, nodes, region
 from jmp_rewrite._graph.equal import computed_once
 from jmp_rewrite._graph.half import compute_dtype, half_precision, has_half_precision
 from jmp_rewrite._graph.nodes import (
+    EITHER,
     HALVES,
+    JOINTS,
     KERNEL_OPERAND,
     KERNEL_RESULT,
     Graph,
@@ -36,12 +38,14 @@ from jmp_rewrite._graph.scopes import (
 )
 
 __all__ = [
+    "EITHER",
     "FLOAT32",
     "FULL_PRECISION",
     "Graph",
     "HALVES",
     "Inner",
     "Instance",
+    "JOINTS",
     "KERNEL_OPERAND",
     "KERNEL_RESULT",
     "Loop",

@@ -24,6 +24,11 @@ from jmp_rewrite._graph.region import FLOAT32
 from jmp_rewrite._graph.scopes import Place
 
 HALVES = frozenset({np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)})
+# Nodes without an equation, which hold loops and branches together.
+JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
+# Each of these is one of several values: the first or what an iteration hands on, or
+# that of a branch.
+EITHER = frozenset({"carry_in", "join"})
 # Names of the casts at the edges of a kernel of half operands: down, and back up.
 KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 # What a dimension counts that is a symbol when a program is exported.

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, has_to_be_read, is_backward, reached
+from jmp_rewrite._graph import JOINTS, Graph, Node, has_to_be_read, is_backward, reached
 from jmp_rewrite._precision import loops, origins
 from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
 from jmp_rewrite._precision.pins import Pins
@@ -64,20 +64,17 @@ FORWARD_KERNELS = 3
 # from this many kernels on (there, 32).
 SEVERAL_KERNELS = 3
 # What compilers do not fuse with its readers.
-ENDS_KERNEL = frozenset(
+ENDS_KERNEL = JOINTS | frozenset(
     {
         "approx_top_k",
         "argmax",
         "argmin",
-        "carry_in",
-        "carry_out",
         "cumlogsumexp",
         "cummax",
         "cummin",
         "cumprod",
         "cumsum",
         "gather",
-        "join",
         "psum",
         "reduce_max",
         "reduce_min",
@@ -94,7 +91,6 @@ ENDS_KERNEL = frozenset(
         "select_and_gather_add",
         "select_and_scatter_add",
         "sort",
-        "stack_out",
         "top_k",
     }
 )

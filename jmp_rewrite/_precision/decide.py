@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Place, Region, is_backward
+from jmp_rewrite._graph import JOINTS, Graph, Node, Place, Region, is_backward
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import (
@@ -40,8 +40,7 @@ class Label(enum.IntEnum):
     WIDENED = 3
 
 
-_JOINTS = frozenset({"carry_in", "carry_out", "join"})
-_HELD = _JOINTS | {"stack_out"}
+_CARRIED_OR_JOINED = JOINTS - {"stack_out"}
 
 
 # Every result of these reads its operand several times; the transpose is a sum, which
@@ -176,7 +175,7 @@ def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
     """
     for node in graph.nodes:
         index = node.index
-        if labels[index] or node.name in _JOINTS or node.name in REDUCTIONS:
+        if labels[index] or node.name in _CARRIED_OR_JOINED or node.name in REDUCTIONS:
             continue
         if not (node.avals and node.inputs):
             continue
@@ -199,7 +198,7 @@ def _move_operands(graph: Graph, pins: Pins, labels: list[bool]) -> None:
     for index in sorted(alone):
         node = graph.nodes[index]
         is_asked = (pins.full[index] or "").startswith(SCOPE)
-        if node.name in _JOINTS or len(node.inputs) != 1 or is_asked:
+        if node.name in _CARRIED_OR_JOINED or len(node.inputs) != 1 or is_asked:
             continue
         if moves_exactly(node, pins) and node.name in MOVES:
             labels[index] = True
@@ -216,7 +215,7 @@ def _round_each_use(graph: Graph, pins: Pins, labels: list[bool]) -> None:
     uses: collections.Counter[int] = collections.Counter()
     for node in graph.nodes:
         for value in node.inputs:
-            is_held = node.name in _HELD or value.slice_of >= 0
+            is_held = node.name in JOINTS or value.slice_of >= 0
             is_inside = loops[node.index] not in (-1, loops[value.node])
             uses[value.node] += 2 if is_inside and not is_held else 1
     shared: set[int] = set()
@@ -303,6 +302,6 @@ def _is_wide(node: Node, pins: Pins) -> bool:
     if node.name in _SPREADS and not pins.whole_step:
         return True
     # What reads a 0-d value: those are never half.
-    return node.name not in _HELD and any(
+    return node.name not in JOINTS and any(
         not v.aval.shape and v.constant is None for v in node.inputs
     )

@@ -12,12 +12,11 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, is_backward, reached
+from jmp_rewrite._graph import EITHER, Graph, Node, is_backward, reached
 from jmp_rewrite._precision.origins import leads_to_product
 from jmp_rewrite._precision.signs import nonnegative
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
-    CARRIES,
     KEEPS_OFFSET,
     MOST_TERMS,
     SCALES,
@@ -258,7 +257,7 @@ def _holds_offset(graph: Graph, made: set[int]) -> set[int]:
         held = any(v.node in holds for v in node.inputs)
         if node.name in ("add", "sub"):
             on = known or held
-        elif node.name in CARRIES:
+        elif node.name in EITHER:
             on = bool(exact) or held
         elif node.name in ("mul", "div"):
             others = [v for v in node.inputs if v.node not in holds]

@@ -14,14 +14,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._graph import KERNEL_OPERAND, KERNEL_RESULT, Node, is_half
+from jmp_rewrite._graph import JOINTS, KERNEL_OPERAND, KERNEL_RESULT, Node, is_half
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.products import request
 from jmp_rewrite._rules import Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
 
-_JOINTS = frozenset({"carry_in", "carry_out", "join", "stack_out"})
 # Casts at the edges of kernels.
 KERNEL_EDGES = frozenset({KERNEL_OPERAND, KERNEL_RESULT})
 
@@ -61,7 +60,7 @@ class Local:
             by_rule, category = False, self._default(node)
         covered = node.index in forced
         reason = self._must_be_full(node, category)
-        if reason is None and node.name not in _JOINTS and not (by_rule or covered):
+        if reason is None and node.name not in JOINTS and not (by_rule or covered):
             if category is ALLOW:
                 reason = request(node)
             reason = reason or self._range(node)
@@ -71,13 +70,12 @@ class Local:
         if path not in self._by_path:
             found = [(p, kind) for p, regex, kind in self._scopes if regex.search(path)]
             full = [match for match in found if match[1] == "float32"]
-            matches = [(p, kind) for p, kind in full or found]
-            self._by_path[path] = matches[0] if matches else None
+            self._by_path[path] = next(iter(full or found), None)
         return self._by_path[path]
 
     def _category(self, node: Node) -> tuple[Category | None, bool]:
         """Returns the category of a node, and whether a user's rule says so."""
-        if node.name in _JOINTS:
+        if node.name in JOINTS:
             return CLEAR, False
         primitive = node.eqn.primitive
         if primitive in self._rules:
@@ -94,7 +92,7 @@ class Local:
         special = _SPECIAL.get(node.name)
         if special is not None:
             return special(node)
-        if node.name in _JOINTS:
+        if node.name in JOINTS:
             return CLEAR
         return self._defaults.get(node.name)
 
@@ -103,8 +101,6 @@ class Local:
             return f"full: no rule for {node.name}"
         if category is DENY:
             return f"full: {table.reason(node.name, DENY)}"
-        if node.name in _JOINTS:
-            return None if node.avals[0].shape else SCALAR
         if is_scalar(node):
             return SCALAR
         if node.mixed and node.name not in ("convert_element_type", *KERNEL_EDGES):

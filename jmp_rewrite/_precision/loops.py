@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jmp_rewrite._graph import Graph, Loop, Value, is_backward, reached
+from jmp_rewrite._graph import EITHER, Graph, Loop, Value, is_backward, reached
 from jmp_rewrite._precision.origins import (
     MOVES,
     leads_to_product,
@@ -95,7 +95,7 @@ def of_carried_states(graph: Graph, products: Callable[[int], bool]) -> set[int]
 
 
 # A state is the same one behind these, apart from a factor and what is added to it.
-_KEEPS = (MOVES - {"carry_in", "join"}) | {
+_KEEPS = (MOVES - EITHER) | {
     "add",
     "add_any",
     "broadcast_in_dim",

@@ -14,19 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from jmp_rewrite import _rules
-from jmp_rewrite._graph import Graph, Node, Value, is_backward, reached
+from jmp_rewrite._graph import EITHER, JOINTS, Graph, Node, Value, is_backward, reached
 from jmp_rewrite._rules import COMPARES, COPIES, DECOMPOSITIONS, PICKS, Category
 
 # The elements of a result are elements of the operands, each used once.
-MOVES = _rules.MOVES | {
-    "carry_in",
-    "carry_out",
-    "convert_element_type",
-    "join",
-    "reduce_precision",
-    "stack_out",
-}
-
+MOVES = _rules.MOVES | JOINTS | {"convert_element_type", "reduce_precision"}
 
 # A reduction by less than this is no statistic, but a large value itself.
 SMALL = 8
@@ -224,7 +216,7 @@ class Roots:
         What a matrix multiplication has made counts as another one, too, unless it is
         only moved.
         """
-        if node.eqn is None or not node.inputs or node.name in ("carry_in", "join"):
+        if node.eqn is None or not node.inputs:
             return True
         others = len(node.eqn.invars) > len(node.inputs) + len(node.literals)
         if node.name in _SLICES:
@@ -287,7 +279,7 @@ def moves(graph: Graph, node: int) -> list[int]:
     found: list[int] = []
     while node not in found:
         found.append(node)
-        is_move = graph.nodes[node].name in MOVES - {"carry_in", "join"}
+        is_move = graph.nodes[node].name in MOVES - EITHER
         sources = [v.node for v in graph.nodes[node].inputs if v.node >= 0]
         if not is_move or len(sources) != 1:
             break

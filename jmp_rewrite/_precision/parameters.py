@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 from jax import tree_util
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import Graph, Node, Value, is_float32, reached
+from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_float32, reached
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.origins import MOVES, REDUCTIONS
+from jmp_rewrite._precision.terms import source_of
 from jmp_rewrite._rules import PRODUCTS
 
-# What joins values of several origins: one that comes from the parameter is enough.
-_JOINTS = frozenset({"carry_in", "join"})
-_UNJOINED = MOVES - {"carry_in", "concatenate", "join", "split"}
+_UNJOINED = MOVES - EITHER - {"concatenate", "split"}
 # Fields of a NamedTuple that is somebody's whole train state, parameters included.
 _TRAIN_STATE = frozenset({"model", "opt_state", "params"})
 
@@ -205,12 +204,8 @@ class _Program:
 
     def root(self, value: Value) -> Any:
         """Returns the source of a value, through moves."""
-        while value.node >= 0:
-            node = self.nodes[value.node]
-            if node.name not in _UNJOINED or len(node.inputs) != 1:
-                return value.node
-            value = node.inputs[0]
-        return ("argument", value.argument)
+        source = source_of(value, self.graph, _UNJOINED)
+        return source.node, source.argument
 
 
 class _Layer:
@@ -277,7 +272,7 @@ class _Layer:
                 stack.extend(self._program.consumers[node.index])
 
     def _makes_own(self, node: Node) -> bool:
-        if node.name in _JOINTS:
+        if node.name in EITHER:  # one that comes from the parameter is enough
             if any(map(self._is_exact, node.inputs)):
                 self._exact.add(node.index)
             return any(map(self._is_own, node.inputs))

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value, is_backward
+from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_backward
 from jmp_rewrite._precision.origins import MOVES
 from jmp_rewrite._rules import PRODUCTS
 
@@ -28,10 +28,8 @@ KEEPS_OFFSET = MOVES | {
 SUMS = frozenset({"add", "add_any", "sub"})
 VIEWS = MOVES | {"broadcast_in_dim"}
 PARTS = VIEWS | {"slice"}
-# What a loop hands on, to its next iteration or behind it, is one of these.
-CARRIES = frozenset({"carry_in", "join"})
 # A value is the same but for a number behind these, if they read nothing else.
-SCALES = (MOVES - CARRIES - {"split"}) | {"div", "mul", "neg"}
+SCALES = (MOVES - EITHER - {"split"}) | {"div", "mul", "neg"}
 # A sum of more values is followed no further back.
 MOST_TERMS = 64
 # Linear in a cotangent; a product is in the factor that is one.
@@ -69,7 +67,7 @@ def terms_of(value: Value, graph: Graph) -> dict[tuple[int, int], int]:
         term = stack.pop()
         node, sign = graph.nodes[term[0]], found[term]
         is_scaled = node.name in SCALES and len(node.inputs) == 1
-        if not is_scaled and node.name not in SUMS | CARRIES | {"reduce_sum"}:
+        if not is_scaled and node.name not in SUMS | EITHER | {"reduce_sum"}:
             continue
         is_factor = is_scaled and any(np.any(x < 0) for x in node.literals.values())
         if node.name == "neg" or is_factor:
