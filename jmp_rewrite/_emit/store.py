@@ -145,9 +145,7 @@ def _plan(
             labels[index] = Label.HALF
             narrow.add(index)
     _close(graph, labels)
-    size = len(graph.nodes)
-    pins = Pins([None] * size, [None] * size, [-1] * size, set(), half)
-    return Plan(graph, pins, half, labels, True, _as_it_is(half))
+    return _labelled(graph, half, labels)
 
 
 def _is_half(node: Node, half: np.dtype, narrow: set[int]) -> bool:
@@ -183,16 +181,16 @@ def _close(graph: Graph, labels: list[Label]) -> None:
             labels[handed_on] = labels[received]
 
 
-def _as_it_is(half: np.dtype) -> Any:
-    """Makes plans of derivative rules: nothing is stored otherwise."""
+def _labelled(graph: Graph, half: np.dtype, labels: list[Label]) -> Plan:
+    """Returns a plan with these labels; in derivative rules nothing changes."""
 
-    def plan(closed: Any, place: Place) -> Plan:
-        graph = build.build(closed)
-        size = len(graph.nodes)
-        pins = Pins([None] * size, [None] * size, [-1] * size, set(), half)
-        return Plan(graph, pins, half, [Label.FLOAT32] * size, True, plan)
+    def rule(closed: Any, place: Place) -> Plan:
+        inner = build.build(closed)
+        return _labelled(inner, half, [Label.FLOAT32] * len(inner.nodes))
 
-    return plan
+    size = len(graph.nodes)
+    pins = Pins([None] * size, [None] * size, [-1] * size, set(), half)
+    return Plan(graph, pins, labels, True, rule)
 
 
 def _run(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:

@@ -70,7 +70,6 @@ class Plan:
     Attributes:
       graph: the program.
       pins: what numerics said.
-      half: the compute dtype.
       labels: how each node is emitted.
       saturates: the nodes of which rounding makes no infinities.
       shared: whether a value is cast once for all its readers. True for a whole step,
@@ -84,7 +83,6 @@ class Plan:
 
     graph: Graph
     pins: Pins
-    half: np.dtype
     labels: list[Label]
     shared: bool
     nested: Callable[[Any, Place], Plan]
@@ -92,6 +90,11 @@ class Plan:
     asked: frozenset[int] = frozenset()
     region: Region | None = None
     is_differentiated: bool = False
+
+    @property
+    def half(self) -> np.dtype:
+        """The compute dtype."""
+        return self.pins.half
 
     @property
     def rewrites(self) -> bool:
@@ -144,7 +147,6 @@ def products(graph: Graph, pins: Pins) -> list[bool]:
 def make_plan(
     graph: Graph,
     pins: Pins,
-    half: np.dtype,
     placement: Placement,
     nested: Callable[[Any, Place], Plan],
 ) -> Plan:
@@ -160,12 +162,10 @@ def make_plan(
     for node in pins.reduced | pins.lookups:
         labels[node] = True
     made = [_label(n, graph, pins, labels) for n in graph.nodes]
-    plan = Plan(graph, pins, half, made, pins.whole_step, nested)
     rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
-    plan.saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
+    saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
     asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
-    plan.asked = frozenset(asked)
-    return plan
+    return Plan(graph, pins, made, pins.whole_step, nested, saturates, frozenset(asked))
 
 
 def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:

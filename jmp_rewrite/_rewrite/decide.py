@@ -132,7 +132,6 @@ def _decide(
     plan = _plan.make_plan(
         graph,
         pins,
-        policy.compute_dtype,
         placement,
         # A rule is no whole step: what it computes again must round as it did before.
         lambda rule, place: _decide(
