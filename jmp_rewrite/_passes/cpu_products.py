@@ -69,7 +69,7 @@ def _rows_contracted(
 ) -> Any:
     dtype = FLOAT32 if _ROUNDS_SLOWLY else stored.dtype
     product = _contract_rows((first, second), dict(params), rows, dtype)
-    return [_as(product, stored.dtype)]
+    return [lax.convert_element_type(product, stored.dtype)]
 
 
 def _shielded(stored: Any, first: Any, second: Any, *, rows: Any, params: Any) -> Any:
@@ -87,11 +87,7 @@ def _behind_barrier(
     operands, numbers = cpu_shield.shielded(operands, numbers, may_copy)
     params |= {"dimension_numbers": numbers, "preferred_element_type": FLOAT32}
     product = _unfolded(lax.dot_general(*operands, **params))
-    return [_as(product, stored.dtype)]
-
-
-def _as(x: Any, dtype: Any) -> Any:
-    return x if x.dtype == dtype else _compat.convert(x, dtype)
+    return [lax.convert_element_type(product, stored.dtype)]
 
 
 class _Rows(NamedTuple):

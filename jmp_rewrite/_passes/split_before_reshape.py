@@ -85,7 +85,7 @@ class Taken(NamedTuple):
     def parts(self, x: Any) -> list[Any]:
         """Returns the parts of an array."""
         inner = x.shape[self.axis] // self.reshaped[self.at]
-        x = _as(x, self.dtype)
+        x = lax.convert_element_type(x, self.dtype)
         parts = []
         for (start, limit), shape in zip(self.bounds, self.shapes, strict=True):
             part = lax.slice_in_dim(x, start * inner, limit * inner, axis=self.axis)
@@ -121,7 +121,7 @@ class Joined(NamedTuple):
         """Returns the reshaped parts, and zeros where there is none, in order."""
         pieces, at = [], 0
         for x, (start, limit) in zip(parts, self.bounds, strict=True):
-            x = _as(x, self.dtype)
+            x = lax.convert_element_type(x, self.dtype)
             if x.ndim < len(self.order):
                 x = lax.expand_dims(x, [self.dim])
             x = lax.transpose(x, self.order)
@@ -141,10 +141,6 @@ def _sum_of_parts(
     how = how._replace(dtype=stored.dtype)
     sums = [lax.reduce_sum(x, axes) for x in how.pieces(parts)]
     return [lax.concatenate(sums, how.axis - sum(a < how.axis for a in axes))]
-
-
-def _as(x: Any, dtype: Any) -> Any:
-    return x if x.dtype == dtype else _compat.convert(x, dtype)
 
 
 # ---- what is taken apart, and what is joined
