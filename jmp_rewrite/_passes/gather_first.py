@@ -108,10 +108,7 @@ def _opens(editor: Editor, body: Body, index: int, eqn: Any) -> bool:
         return False
     if not _is_made(makers(body, var)):
         return False
-    if var in body.parameter:
-        calls = dict.fromkeys(body.calls)
-        return len(calls) == 1 and open_call(editor, *next(iter(calls)))
-    return open_call(editor, body, body.maker[var])
+    return open_around(editor, body, var)
 
 
 def _is_made(places: Sequence[tuple[Body, int]]) -> bool:
@@ -121,7 +118,15 @@ def _is_made(places: Sequence[tuple[Body, int]]) -> bool:
     )
 
 
-def open_call(editor: Editor, body: Body, index: int) -> bool:
+def open_around(editor: Editor, body: Body, var: Any) -> bool:
+    """Opens the one call that a value comes from; returns whether it is a plain one."""
+    if var in body.parameter:
+        calls = dict.fromkeys(body.calls)
+        return len(calls) == 1 and _open(editor, *next(iter(calls)))
+    return _open(editor, body, body.maker[var])
+
+
+def _open(editor: Editor, body: Body, index: int) -> bool:
     """Puts the equations of a plain call in its place; returns whether it is one."""
     eqn = body.eqns[index]
     if eqn.primitive.name != "jit" or not _compat.is_plain_call(eqn):

@@ -8,7 +8,7 @@ from jax import lax
 
 from jmp_rewrite._passes.by_device import TPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._passes.gather_first import open_call
+from jmp_rewrite._passes.gather_first import open_around
 from jmp_rewrite._passes.match import is_float32, makers, number_of
 
 # What may stand between a scatter and the sum: a sum of these is these of a sum.
@@ -105,10 +105,7 @@ def _opens(editor: Editor, body: Body, index: int, eqn: Any) -> bool:
         inner is body and body.maker.get(var) == at
     ):
         return False
-    if var in body.parameter:
-        calls = dict.fromkeys(body.calls)
-        return len(calls) == 1 and open_call(editor, *next(iter(calls)))
-    return open_call(editor, body, body.maker[var])
+    return open_around(editor, body, var)
 
 
 def _sum(
