@@ -33,7 +33,7 @@ from jmp_rewrite._graph.nodes import (
     reads_float32,
 )
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
-from jmp_rewrite._rules import LANES, LEFT_ALONE, MOVES_NUMBER, held_jaxprs
+from jmp_rewrite._rules import LANES, LEFT_ALONE, MAKES_DATA, MOVES_NUMBER, held_jaxprs
 from jmp_rewrite._source import where
 
 # Larger constants are not searched for values that half precision cannot hold (they
@@ -49,10 +49,6 @@ _SMALL = 64
 _FEWER = 8
 
 _NO_LITERALS: dict[int, Any] = {}
-
-# What these make is data although they read no float32: random numbers, and the
-# results of what cannot be looked into.
-_DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
 
 # Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
 _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
@@ -282,7 +278,7 @@ class Builder:
             node.disjoint = updates_are_disjoint(
                 eqn, _distinct(indices), _constant(indices)
             )
-        data = data or name in _DATA
+        data = data or name in MAKES_DATA
         return index, [
             Value(v.aval, index, number, made_of_data=data, result=i)
             if number is not None or is_float32(v.aval)
@@ -439,7 +435,7 @@ def _read(env: dict[Any, Value], atom: Any) -> Value | None:
 
 def _number(value: Any) -> Any:
     """Returns a constant as NumPy sees it, or None if it is unknown or very large."""
-    if isinstance(value, (bool, int, float, np.ndarray, np.generic)):
+    if _is_numpy(value):
         array = np.asarray(value)
         return array if array.size <= _LARGEST_CONSTANT else None
     if _compat.is_concrete(value) and value.ndim == 0:

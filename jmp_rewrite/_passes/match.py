@@ -11,7 +11,7 @@ from jmp_rewrite import _compat
 from jmp_rewrite._graph import FLOAT32, HALVES
 from jmp_rewrite._passes.by_device import BY_DEVICE
 from jmp_rewrite._passes.edit import Body
-from jmp_rewrite._rules import CALLS, LEFT_ALONE, MOVES_NUMBER, PRODUCTS
+from jmp_rewrite._rules import CALLS, MAKES_DATA, MOVES_NUMBER, PRODUCTS
 
 _FLOATS = HALVES | {FLOAT32}
 
@@ -33,6 +33,12 @@ def is_widening(eqn: Any, half: np.dtype) -> bool:
     if eqn is None or eqn.primitive.name != "convert_element_type":
         return False
     return eqn.invars[0].aval.dtype == half and is_float32(eqn.outvars[0])
+
+
+def widened(body: Body, var: Any, half: np.dtype) -> list[Any]:
+    """Returns the float32 copies of a half value."""
+    readers = [body.eqns[at] for at, _ in body.reads(var) if at >= 0]
+    return [eqn.outvars[0] for eqn in readers if is_widening(eqn, half)]
 
 
 def is_float(atom: Any) -> bool:
@@ -285,10 +291,6 @@ def number_of(body: Body, atom: Any) -> Any:
     return None if np.ndim(atom.val) else np.asarray(atom.val).item()
 
 
-# What these make is data although they read no float: random numbers.
-_DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
-
-
 def depends_on_inputs(body: Body, atom: Any) -> bool:
     """Whether a value comes from more than integers, literals and constants."""
     return not hasattr(atom, "val") and atom in _data(body)
@@ -301,7 +303,7 @@ def _data(body: Body) -> set[Any]:
         for index, eqn in enumerate(body.eqns):
             if (
                 index in body.held
-                or eqn.primitive.name in _DATA
+                or eqn.primitive.name in MAKES_DATA
                 or any([v in body.data for v in eqn.invars if not hasattr(v, "val")])
             ):
                 body.data.update([v for v in eqn.outvars if is_float(v)])

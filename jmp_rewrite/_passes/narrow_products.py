@@ -8,7 +8,7 @@ from jax import lax
 
 from jmp_rewrite._passes.by_device import LANES, TPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._passes.match import FLOAT32, is_half_product, is_widening, uses
+from jmp_rewrite._passes.match import FLOAT32, is_half_product, uses, widened
 
 # What a softmax is given is scaled, capped and masked.
 _ARITHMETIC = frozenset(
@@ -38,11 +38,8 @@ def narrow_products(editor: Editor) -> None:
         free = out.aval.shape[len(batch) :]
         if not batch or max(free, default=0) >= LANES:
             continue
-        for at, _ in body.reads(out):
-            if at < 0 or not is_widening(body.eqns[at], editor.half):
-                continue
-            (wide,) = body.eqns[at].outvars
-            if editor.is_asked(body, at) or editor.was_here(body, wide):
+        for wide in widened(body, out, editor.half):
+            if editor.is_asked(body, body.maker[wide]) or editor.was_here(body, wide):
                 continue
             if not _leads_to_maximum(body, wide):
                 continue

@@ -12,6 +12,7 @@ from jmp_rewrite._passes.match import (
     is_half_product,
     is_widening,
     uses,
+    widened,
 )
 from jmp_rewrite._passes.program import ROUNDING
 from jmp_rewrite._rules import COMPARES, COSTLY, LANES, PICKS
@@ -41,9 +42,8 @@ def read_before_rounding(editor: Editor) -> None:
         ):
             continue
         late = editor.is_backward(body, index)
-        for at, _ in body.reads(half):
-            if at >= 0 and is_widening(body.eqns[at], editor.half):
-                _read_exact(editor, body, at, exact, late)
+        for wide in widened(body, half, editor.half):
+            _read_exact(editor, body, wide, exact, late)
 
 
 def is_read_widened(body: Body, half_var: Any, half: np.dtype) -> bool:
@@ -75,9 +75,8 @@ def _is_compared(body: Body, half_var: Any, half: np.dtype) -> bool:
     return False
 
 
-def _read_exact(editor: Editor, body: Body, index: int, exact: Any, late: bool) -> None:
+def _read_exact(editor: Editor, body: Body, wide: Any, exact: Any, late: bool) -> None:
     """Makes the readers of a widened value read the exact one, on CPUs."""
-    (wide,) = body.eqns[index].outvars
     readers = [
         (at, position)
         for at, position in body.reads(wide)
@@ -89,7 +88,8 @@ def _read_exact(editor: Editor, body: Body, index: int, exact: Any, late: bool) 
     if editor.was_here(body, wide):
         return
     branches = {Where((CPU,)): _exact}
-    (read,) = editor.choose(body, index, [wide], [exact], branches, after=True)
+    at = body.maker[wide]
+    (read,) = editor.choose(body, at, [wide], [exact], branches, after=True)
     for at, position in readers:
         editor.read(body, at, position, read)
 

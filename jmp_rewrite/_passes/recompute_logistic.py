@@ -8,7 +8,7 @@ from jax import lax
 
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Editor
-from jmp_rewrite._passes.match import is_widening
+from jmp_rewrite._passes.match import widened
 from jmp_rewrite._passes.program import ROUNDING
 from jmp_rewrite._passes.read_before_rounding import is_read_widened
 
@@ -28,12 +28,10 @@ def recompute_logistic(editor: Editor) -> None:
         function = body.made_by(argument, "logistic")
         if function is None or not is_read_widened(body, half, editor.half):
             continue
-        for index, _ in body.reads(half):
-            if index >= 0 and is_widening(body.eqns[index], editor.half):
-                (wide,) = body.eqns[index].outvars
-                if not editor.was_here(body, wide):
-                    branches = {Where((GPU,)): _again}
-                    editor.choose_instead(body, wide, function.invars, branches)
+        for wide in widened(body, half, editor.half):
+            if not editor.was_here(body, wide):
+                branches = {Where((GPU,)): _again}
+                editor.choose_instead(body, wide, function.invars, branches)
 
 
 def _again(stored: Any, x: Any) -> Any:

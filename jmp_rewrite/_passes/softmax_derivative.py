@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._passes.by_device import BY_DEVICE, GPU, TPU, Where, by_device
+from jmp_rewrite._passes.by_device import GPU, TPU, Where, by_device
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import FLOAT32, is_float32
-from jmp_rewrite._passes.recompute_activations import origin_of, uncast
+from jmp_rewrite._passes.recompute_activations import origin_of
 from jmp_rewrite._passes.softmax_from_quotient import is_of_product
 from jmp_rewrite._passes.softmax_rounded import is_multiplied
 
@@ -111,13 +111,8 @@ def _is_row(shape: Sequence[int], axes: Sequence[int], spreads: Sequence[Any]) -
 
 def _maker(body: Body, atom: Any) -> Any:
     """Returns the equation that makes a value, before casts and choices of a device."""
-    while (index := origin_of(body, atom)) >= 0:
-        eqn = body.eqns[index]
-        if eqn.primitive is not BY_DEVICE:
-            return eqn
-        var, _ = uncast(body, atom)
-        atom = eqn.invars[eqn.outvars.index(var)]
-    return None
+    index = origin_of(body, atom)
+    return body.eqns[index] if index >= 0 else None
 
 
 def _differentiable(

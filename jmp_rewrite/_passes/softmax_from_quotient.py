@@ -17,6 +17,7 @@ from jmp_rewrite._passes.match import (
     is_no_product,
     is_widening,
     uses,
+    widened,
 )
 from jmp_rewrite._passes.program import CASTS
 from jmp_rewrite._passes.read_before_rounding import is_read_widened
@@ -130,16 +131,14 @@ def _forward_again(editor: Editor, body: Body, half: Any, x: Any) -> bool:
     if any(is_widening(eqn, editor.half) for eqn in readers):
         if not is_read_widened(body, half, editor.half):
             return False
-    for index, _ in body.reads(half):
-        if index >= 0 and is_widening(body.eqns[index], editor.half):
-            (wide,) = body.eqns[index].outvars
-            if editor.was_here(body, wide):
-                continue
-            branches = {Where((GPU,)): _exponential}
-            (again,) = editor.choose(body, index, [wide], [x], branches, after=True)
-            for at, position in body.reads(wide):
-                if at >= 0 and not editor.is_backward(body, at):
-                    editor.read(body, at, position, again)
+    for wide in widened(body, half, editor.half):
+        if editor.was_here(body, wide):
+            continue
+        branches, at = {Where((GPU,)): _exponential}, body.maker[wide]
+        (again,) = editor.choose(body, at, [wide], [x], branches, after=True)
+        for at, position in body.reads(wide):
+            if at >= 0 and not editor.is_backward(body, at):
+                editor.read(body, at, position, again)
     return True
 
 

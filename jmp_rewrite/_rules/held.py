@@ -47,6 +47,10 @@ LEFT_ALONE = {
     "tpu_custom_call": "a kernel is compiled for its dtypes",
 }
 
+# What these make is data although they read none: random numbers, and the results of
+# what cannot be looked into.
+MAKES_DATA = frozenset({"bitcast_convert_type", *LEFT_ALONE})
+
 # Operands of these are independent of one another: one precision each.
 LANES = frozenset({"optimization_barrier"})
 
