@@ -6,7 +6,8 @@ outside, once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
 from typing import Any
 
 from jmp_rewrite import _compat
@@ -32,16 +33,14 @@ class Demand:
         return self._is_touched[instance]
 
     def _any_touched(self, instance: Instance) -> bool:
-        for entry in instance.nodes:
-            nodes = [n for n in _as_tuple(entry) if n is not None]
-            if any(self._plan.labels[n] for n in nodes):
-                return True
-        for inner in instance.inner.values():
-            if any(map(self._is_half, inner.joints)):
-                return True
-            if any(map(self.touched, inner.bodies)):
-                return True
-        return False
+        nodes = (n for entry in instance.nodes for n in _as_tuple(entry))
+        held = instance.inner.values()
+        return any(map(self._is_half, nodes)) or any(map(self.touched_inside, held))
+
+    def touched_inside(self, inner: Inner) -> bool:
+        """Whether anything is half in what an equation holds, or on its way there."""
+        is_joined = any(map(self._is_half, inner.joints))
+        return is_joined or any(map(self.touched, inner.bodies))
 
     def _is_half(self, node: int | None) -> bool:
         return node is not None and bool(self._plan.labels[node])
@@ -101,7 +100,10 @@ class Demand:
             return ways
         if inner.kind == "cond":
             own = [self.of(b) for b in inner.bodies]
-            return [AS_FULL, *(_union(ways) for ways in zip(*own, strict=True))]
+            together = (
+                functools.reduce(operator.or_, w) for w in zip(*own, strict=True)
+            )
+            return [AS_FULL, *together]
         return everything
 
 
@@ -114,13 +116,6 @@ def cast_again(eqn: Any, body: Instance) -> frozenset[int]:
     """
     is_again = bool(eqn.params.get("differentiated"))
     return body.arguments if is_again else frozenset()
-
-
-def _union(ways: Sequence[int]) -> int:
-    together = 0
-    for way in ways:
-        together |= way
-    return together
 
 
 def _as_tuple(entry: Any) -> tuple[int | None, ...]:

@@ -6,7 +6,7 @@ a value for each variable: what was computed, and its cast copies once somebody 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,16 +116,9 @@ class Emitter:
         """Emits the equations of one use of a jaxpr; returns its results."""
         body = _compat.open_jaxpr(instance.jaxpr)
         env = dict(zip([*body.constvars, *body.invars], cells, strict=True))
-        self.equations(instance, enumerate(body.eqns), env)
-        return [cell_of(env, v) for v in body.outvars]
-
-    def equations(
-        self, instance: Instance, eqns: Iterable[tuple[int, Any]], env: dict[Any, Cell]
-    ) -> None:
-        """Emits equations of one use of a jaxpr, given with their indices in there."""
         outer = _compat.current_name_stack()
         staging = _compat.Staging.of(instance.jaxpr)
-        for index, eqn in eqns:
+        for index, eqn in enumerate(body.eqns):
             outs = None
             if staging is not None and self._stays(instance, index):
                 outs = self._copy(staging, eqn, env)
@@ -133,12 +126,13 @@ class Emitter:
                 with _compat.user_context(eqn, outer), eqn.ctx.manager:
                     outs = self._in_scope(instance, index, eqn, env)
             env.update(zip(eqn.outvars, outs, strict=True))
+        return [cell_of(env, v) for v in body.outvars]
 
     def _stays(self, instance: Instance, index: int) -> bool:
         """Whether an equation is emitted as it was, if its operands are."""
         node = instance.nodes[index]
         if index in instance.inner:
-            return not self._is_touched(instance.inner[index])
+            return not self.demand.touched_inside(instance.inner[index])
         if node is None:
             return True
         if isinstance(node, tuple) or self.plan.labels[node] is not Label.FLOAT32:
@@ -168,7 +162,7 @@ class Emitter:
         inner = instance.inner.get(index)
         if inner is not None:
             cells = [cell_of(env, v) for v in eqn.invars]
-            if not self._is_touched(inner):
+            if not self.demand.touched_inside(inner):
                 return self._as_it_was(eqn, env)
             return self._handlers[inner.kind](self, eqn, inner, cells)
         entry = instance.nodes[index]
@@ -266,12 +260,6 @@ class Emitter:
         return [Cell(x) for x in outs]
 
     # ---- jaxprs inside
-
-    def _is_touched(self, inner: Inner) -> bool:
-        """Whether anything is half in what an equation holds, or on its way there."""
-        return any(map(self.demand.touched, inner.bodies)) or any(
-            self.joint_dtype(n) == self.plan.half for n in inner.joints
-        )
 
     def joint_dtype(self, node: int | None) -> np.dtype | None:
         """Returns the dtype of a carry or a join; None where it is no float32."""

@@ -215,9 +215,9 @@ class Builder:
         if holds and not self._is_opaque(eqn):
             args = [_read(env, v) for v in eqn.invars]
             self._calls.append(eqn)
-            nodes, inner, results = HANDLERS[name](self, eqn, args, here, trips)
+            inner, results = HANDLERS[name](self, eqn, args, here, trips)
             self._calls.pop()
-            instance.nodes.append(nodes)
+            instance.nodes.append(None)
             instance.inner[index] = inner
             for held in inner.bodies:
                 self._kernels.leave(held.jaxpr, eqn)

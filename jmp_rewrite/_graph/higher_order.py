@@ -1,8 +1,8 @@
 """How primitives that hold jaxprs enter the graph: one function for each kind.
 
 Each is given the builder, the equation, the values of its operands (None where a value
-is nothing to follow), and where it stands; it returns the equation's entry in
-`Instance.nodes`, what the equation holds, and the values of its results.
+is nothing to follow), and where it stands; it returns what the equation holds, and the
+values of its results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jmp_rewrite._rules import CALLS
 Builder = Any  # the one of `_graph/build.py`, which imports this module
 Values = list[Value | None]
 Nodes = tuple[int | None, ...]
-Built = tuple[None, Inner, Values]
+Built = tuple[Inner, Values]
 
 
 def _local(value: Value | None, var: Any) -> Value | None:
@@ -42,7 +42,7 @@ def call(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
     if shared is not None and kind == "call":
         return _shared_call(b, jaxpr, shared, inside, place, trips)
     body, results = b.use(jaxpr, b.captured(jaxpr), inside, place, trips)
-    return None, Inner(kind, place, (body,)), _locals(results, eqn.outvars)
+    return Inner(kind, place, (body,)), _locals(results, eqn.outvars)
 
 
 def _shared_call(
@@ -61,7 +61,7 @@ def _shared_call(
     for join, value in zip(inner.joins, args, strict=True):
         if join is not None and value is not None:
             b.nodes[join].inputs.append(value)
-    return None, inner, list(results)
+    return inner, list(results)
 
 
 def scan(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
@@ -87,7 +87,7 @@ def scan(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
     stacks, stacked = _stack(b, outs[num_carry:], eqn.outvars[num_carry:], place, trips)
     _loop(b, eqn, place, carry_in, carry_out, token, start)
     results = [*(_made_by(b, node) for node in carry_in), *stacked]
-    return None, Inner("scan", place, (body,), carry_in, carry_out, stacks), results
+    return Inner("scan", place, (body,), carry_in, carry_out, stacks), results
 
 
 def _stack(
@@ -127,7 +127,7 @@ def while_(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Buil
     )
     carry_out = _close(b, carry_in, outs, place, trips)
     _loop(b, eqn, place, carry_in, carry_out, token, start)
-    return None, Inner("while", place, (test, step), carry_in, carry_out), carried
+    return Inner("while", place, (test, step), carry_in, carry_out), carried
 
 
 def cond(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
@@ -149,7 +149,7 @@ def cond(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
             if join is not None and value is not None:
                 b.nodes[join].inputs.append(value)
     inner = Inner("cond", place, tuple(body for body, _ in uses), joins=joins)
-    return None, inner, [_made_by(b, node) for node in joins]
+    return inner, [_made_by(b, node) for node in joins]
 
 
 def _joints(
