@@ -39,7 +39,6 @@ from jmp_rewrite._rules import (
     COSTLY,
     MOVES,
     PRODUCTS,
-    SHARP,
     VIEWS,
     Category,
 )
@@ -104,19 +103,14 @@ def storage(graph: Graph, pins: Pins) -> Storage:
     stored = _stored(graph, pins)
     returned = frozenset(v.node for v in graph.results)
     weighed = _weighed(graph, pins)
+
+    def moves(node: int) -> bool:
+        return pins.moves_exactly(graph.nodes[node])
+
     # What products and weighed cotangents read, or what moves it there, alone.
-    factors = read_alone(
-        graph,
-        lambda n: reads_half(n, pins) or n in weighed,
-        lambda n: moves_exactly(graph.nodes[n], pins),
-    )
-    operands = read_alone(
-        graph,
-        lambda n: reads_half(n, pins),
-        lambda n: moves_exactly(graph.nodes[n], pins),
-    )
-    wants = {n for n in operands if graph.nodes[n].name in MOVES}
-    wants |= {n.index for n in graph.nodes if reads_half(n.index, pins)}
+    factors = read_alone(graph, lambda n: pins.reads_half(n) or n in weighed, moves)
+    operands = read_alone(graph, pins.reads_half, moves)
+    wants = {n for n in operands if graph.nodes[n].name in MOVES} | pins.products()
     activations = _activations(graph, pins)
     may, saved, edges = [], [], []
     ties = [pair for loop in graph.loops for pair in loop.carries]
@@ -135,7 +129,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
                 keeps = True
         may.append(free and not keeps)
         saving = _saving(node, graph, wants, stored[index], index in returned)
-        if moves_exactly(node, pins):
+        if pins.moves_exactly(node):
             for value in node.inputs:
                 if value.node >= 0:
                     price = _price(value.size, node.trips)
@@ -183,7 +177,7 @@ def _activations(graph: Graph, pins: Pins) -> set[int]:
 
 def _moved(node: int, graph: Graph, pins: Pins) -> int:
     """Returns the node that computes, or carries, the numbers that one only moves."""
-    while moves_exactly(graph.nodes[node], pins):
+    while pins.moves_exactly(graph.nodes[node]):
         sources = [v.node for v in graph.nodes[node].inputs]
         if len(sources) != 1 or sources[0] < 0 or graph.nodes[node].eqn is None:
             break
@@ -197,12 +191,6 @@ def _unpadded(node: int, graph: Graph, pins: Pins) -> int:
     while graph.nodes[node].name == "pad" and graph.nodes[node].inputs[0].node >= 0:
         node = _moved(graph.nodes[node].inputs[0].node, graph, pins)
     return node
-
-
-def moves_exactly(node: Node, pins: Pins) -> bool:
-    """Whether a node computes no new numbers: its half result is exact."""
-    is_clear = pins.categories[node.index] is Category.CLEAR
-    return is_clear and node.index not in pins.lossy and node.name not in SHARP
 
 
 def _price(size: int, trips: int) -> int:
@@ -231,11 +219,6 @@ def _saving(
     if returned:
         half, full = half + FLOAT32_BYTES, max(full, FLOAT32_BYTES)
     return (full - half) * node.size * node.trips
-
-
-def reads_half(node: int, pins: Pins) -> bool:
-    """Whether a node is a product of half operands."""
-    return pins.categories[node] is Category.ALLOW and pins.full[node] is None
 
 
 def _weighed(graph: Graph, pins: Pins) -> set[int]:
@@ -320,7 +303,7 @@ def _taken_apart(graph: Graph, pins: Pins) -> set[int]:
             parts[source] = parts.get(source, 0) + node.size
     whole = (n for n, size in parts.items() if size >= graph.nodes[n].size)
     found = {_moved(n, graph, pins) for n in whole} - _offset(graph)
-    return found - loops.of_carried_states(graph, lambda n: reads_half(n, pins))
+    return found - loops.of_carried_states(graph, pins.reads_half)
 
 
 def _offset(graph: Graph) -> set[int]:
@@ -415,7 +398,7 @@ def _bottlenecks(
             continue
         while len(consumers[last]) == 1 and follows(consumers[last][0], last):
             (last,) = consumers[last]
-            if not moves_exactly(graph.nodes[last], pins):
+            if not pins.moves_exactly(graph.nodes[last]):
                 computed = last
         if computed == node.index or not pins.may_round(computed):
             continue
@@ -442,7 +425,7 @@ def _biased_convolutions(graph: Graph, pins: Pins) -> set[int]:
     consumers, spread = graph.consumers(), _spread(graph)
     found: set[int] = set()
     for node in graph.nodes:
-        if node.name != "conv_general_dilated" or not reads_half(node.index, pins):
+        if node.name != "conv_general_dilated" or not pins.reads_half(node.index):
             continue
         readers = consumers[node.index]
         while len(readers) == 1 and graph.nodes[readers[0]].name in VIEWS:

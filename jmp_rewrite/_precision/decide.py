@@ -13,12 +13,7 @@ import numpy as np
 from jmp_rewrite._graph import JOINTS, Graph, Node, Place, Region, is_backward
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
-from jmp_rewrite._precision.cost import (
-    REDUCTIONS,
-    moves_exactly,
-    reads_half,
-    storage,
-)
+from jmp_rewrite._precision.cost import REDUCTIONS, storage
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import MOVES, Category, table
@@ -141,7 +136,7 @@ def products(graph: Graph, pins: Pins) -> list[bool]:
     again, as a program of its own; where both round the same values, whatever else the
     programs hold, a solver accepts the same steps in both.
     """
-    return [reads_half(n, pins) for n in range(len(graph.nodes))]
+    return [pins.reads_half(n) for n in range(len(graph.nodes))]
 
 
 def make_plan(
@@ -180,7 +175,7 @@ def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
         if not (node.avals and node.inputs):
             continue
         asked = pins.full[index] not in (None, NO_PRODUCT) and pins.upstream[index] < 0
-        if not asked and moves_exactly(node, pins):
+        if not asked and pins.moves_exactly(node):
             labels[index] = all(v.node >= 0 and labels[v.node] for v in node.inputs)
 
 
@@ -190,18 +185,14 @@ def _move_operands(graph: Graph, pins: Pins, labels: list[bool]) -> None:
     No number changes. A convolution's kernel is reversed for the gradient of its input,
     and XLA:GPU knows such a convolution by the reversal that stands right before it.
     """
+    nodes = graph.nodes
     alone = origins.read_alone(
-        graph,
-        lambda n: reads_half(n, pins),
-        lambda n: moves_exactly(graph.nodes[n], pins),
+        graph, pins.reads_half, lambda n: pins.moves_exactly(nodes[n])
     )
-    for index in sorted(alone):
-        node = graph.nodes[index]
-        is_asked = (pins.full[index] or "").startswith(SCOPE)
-        if node.name in _CARRIED_OR_JOINED or len(node.inputs) != 1 or is_asked:
-            continue
-        if moves_exactly(node, pins) and node.name in MOVES:
-            labels[index] = True
+    for node in (nodes[n] for n in alone):
+        is_asked = (pins.full[node.index] or "").startswith(SCOPE)
+        if node.name in MOVES and len(node.inputs) == 1 and not is_asked:
+            labels[node.index] |= pins.moves_exactly(node)
 
 
 def _round_each_use(graph: Graph, pins: Pins, labels: list[bool]) -> None:
@@ -250,13 +241,13 @@ def _label(node: Node, graph: Graph, pins: Pins, labels: Sequence[bool]) -> Labe
     """Returns how a node is emitted, given which results are half."""
     index = node.index
     category = pins.categories[index]
-    if reads_half(index, pins):
+    if pins.reads_half(index):
         return Label.HALF if labels[index] else Label.WIDENED
     if index in pins.reduced:
         return Label.HALF
     sources = [v.node >= 0 and labels[v.node] for v in node.inputs]
     if index in pins.sinks:
-        exact = bool(sources) and all(sources) and moves_exactly(node, pins)
+        exact = bool(sources) and all(sources) and pins.moves_exactly(node)
         return Label.HALF if exact else Label.FLOAT32
     if not labels[index]:
         return Label.FLOAT32

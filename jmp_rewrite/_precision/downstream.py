@@ -115,8 +115,9 @@ def rounds_after(graph: Graph, pins: Pins, policy: Policy) -> frozenset[int]:
     read: set[int] = set()
     for node in reversed(graph.nodes):
         for reader in consumers[node.index]:
-            product = pins.categories[reader] is ALLOW and pins.full[reader] is None
-            if product or (reader in read and pins.categories[reader] is CLEAR):
+            if pins.reads_half(reader) or (
+                reader in read and pins.categories[reader] is CLEAR
+            ):
                 read.add(node.index)
     return frozenset(downstream & read)
 

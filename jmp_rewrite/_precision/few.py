@@ -8,7 +8,6 @@ differences and logarithms of them. The layer's backward pass reads a rounded co
 from __future__ import annotations
 
 from jmp_rewrite._graph import Graph, Value, is_backward, reached
-from jmp_rewrite._precision.cost import moves_exactly
 from jmp_rewrite._precision.origins import leads_to_product
 from jmp_rewrite._precision.pins import Pins
 
@@ -54,7 +53,7 @@ def _is_weight(value: Value, graph: Graph, pins: Pins) -> bool:
     """Whether a value is a parameter, as it is or moved."""
     while value.node >= 0:
         node = graph.nodes[value.node]
-        if not moves_exactly(node, pins) or len(node.inputs) != 1:
+        if not pins.moves_exactly(node) or len(node.inputs) != 1:
             return False
         (value,) = node.inputs
     return value.argument in pins.trained

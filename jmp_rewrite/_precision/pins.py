@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph
+from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._precision.local import FULL_PRECISION, SCOPE
 from jmp_rewrite._precision.placement import BareGraph
-from jmp_rewrite._rules import Category, table
+from jmp_rewrite._rules import SHARP, Category, table
 from jmp_rewrite._source import where
 
 STATE = "full: state: updated in its own shape"
@@ -79,11 +79,16 @@ class Pins:
 
     def products(self) -> set[int]:
         """Returns the matrix multiplications that run on half operands."""
-        return {
-            n
-            for n, category in enumerate(self.categories)
-            if category is Category.ALLOW and self.full[n] is None
-        }
+        return {n for n in range(len(self.full)) if self.reads_half(n)}
+
+    def reads_half(self, node: int) -> bool:
+        """Whether a node is a matrix multiplication of half operands."""
+        return self.categories[node] is Category.ALLOW and self.full[node] is None
+
+    def moves_exactly(self, node: Node) -> bool:
+        """Whether a node computes no new numbers: its half result is exact."""
+        is_clear = self.categories[node.index] is Category.CLEAR
+        return is_clear and node.index not in self.lossy and node.name not in SHARP
 
     def may_round(self, node: int) -> bool:
         """Whether a result may be half."""
