@@ -259,30 +259,11 @@ class Editor:
         self.half, self.whole_step = program.half, program.whole_step
         self._closed = program.closed
         self._bodies: dict[int, Body] = {}
-        self._order: list[Body] = []
-        self._top = self._add(program.closed)
+        self._top = self._body_of(program.closed)
         self.done: collections.Counter[str] = collections.Counter()
         self._name = ""
         self._traced: dict[Any, Any] = {}
-        self._said: dict[tuple[int, int], tuple[Any, frozenset[Place]]] = {}
-        self._is_rewired = False
-
-    def _add(self, jaxpr: Any) -> Body:
-        key = id(_compat.open_jaxpr(jaxpr))
-        if key not in self._bodies:
-            body = self._bodies[key] = Body(jaxpr)
-            self._hold(body)
-            self._order.append(body)
-        return self._bodies[key]
-
-    def _hold(self, body: Body) -> None:
-        """Notes what the equations of a body hold."""
-        body.held = {}
-        for index, eqn in enumerate(body.eqns):
-            if held := held_jaxprs(eqn):
-                body.held[index] = tuple(map(self._add, held))
-                for inner in body.held[index]:
-                    inner.calls.append((body, index))
+        self._connect()
 
     @property
     def bodies(self) -> list[Body]:
@@ -550,13 +531,13 @@ class Editor:
             if body.edits:
                 body.apply()
         if self._is_rewired:
-            self._is_rewired = False
             self._connect()
 
     def _connect(self) -> None:
-        """Notes what new equations hold, and who calls what now."""
-        self._order = []
-        self._said = {}
+        """Notes what equations hold, and who calls what now."""
+        self._order: list[Body] = []
+        self._said: dict[tuple[int, int], tuple[Any, frozenset[Place]]] = {}
+        self._is_rewired = False
         self._visit(self._top, set())
         for body in self._order:
             for index, held in body.held.items():
@@ -576,7 +557,10 @@ class Editor:
         self._order.append(body)
 
     def _body_of(self, jaxpr: Any) -> Body:
-        return self._bodies.setdefault(id(_compat.open_jaxpr(jaxpr)), Body(jaxpr))
+        key = id(_compat.open_jaxpr(jaxpr))
+        if key not in self._bodies:
+            self._bodies[key] = Body(jaxpr)
+        return self._bodies[key]
 
     def finish(self, plain: bool = False) -> Any:
         """Returns the program, the same object if nothing was edited.
