@@ -13,7 +13,7 @@ import numpy as np
 from jmp_rewrite._graph import JOINTS, Graph, Node, Place, Region, is_backward
 from jmp_rewrite._precision import origins
 from jmp_rewrite._precision import placement as _place
-from jmp_rewrite._precision.cost import REDUCTIONS, storage
+from jmp_rewrite._precision.cost import storage
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
 from jmp_rewrite._rules import MOVES, Category, table
@@ -35,7 +35,7 @@ class Label(enum.IntEnum):
     WIDENED = 3
 
 
-_CARRIED_OR_JOINED = JOINTS - {"stack_out"}
+_AGREES_OR_REDUCES = (JOINTS - {"stack_out"}) | origins.REDUCTIONS
 
 
 # Every result of these reads its operand several times; the transpose is a sum, which
@@ -156,7 +156,7 @@ def make_plan(
     _compare_alike(graph, labels)
     for node in pins.reduced | pins.lookups:
         labels[node] = True
-    made = [_label(n, graph, pins, labels) for n in graph.nodes]
+    made = [_label(n, pins, labels) for n in graph.nodes]
     rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
     saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
     asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
@@ -170,7 +170,7 @@ def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
     """
     for node in graph.nodes:
         index = node.index
-        if labels[index] or node.name in _CARRIED_OR_JOINED or node.name in REDUCTIONS:
+        if labels[index] or node.name in _AGREES_OR_REDUCES:
             continue
         if not (node.avals and node.inputs):
             continue
@@ -237,7 +237,7 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
         labels[index] &= all(v.node >= 0 and labels[v.node] for v in picked)
 
 
-def _label(node: Node, graph: Graph, pins: Pins, labels: Sequence[bool]) -> Label:
+def _label(node: Node, pins: Pins, labels: Sequence[bool]) -> Label:
     """Returns how a node is emitted, given which results are half."""
     index = node.index
     category = pins.categories[index]

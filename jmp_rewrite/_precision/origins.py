@@ -290,8 +290,8 @@ def moves(graph: Graph, node: int) -> list[int]:
 def moved_arguments(
     graph: Graph,
     categories: Sequence[Category | None],
-    like_arguments: Iterable[int] = (),
-    trained: Container[int] = (),
+    like_arguments: Iterable[int],
+    trained: Container[int],
 ) -> dict[int, int]:
     """Returns the clear nodes whose result holds nothing but arguments' values.
 
@@ -317,7 +317,7 @@ def moved_arguments(
 
 
 def argument_rank(
-    value: Value, moved: Mapping[int, int], trained: Container[int] = ()
+    value: Value, moved: Mapping[int, int], trained: Container[int]
 ) -> int:
     """Returns the dimensions of the argument that a value holds; -1 if it is none.
 
