@@ -141,11 +141,11 @@ def with_name_stack(eqn: Any, elements: Sequence[Any], params: dict[str, Any]) -
     return eqn.replace(params=params, source_info=info)
 
 
-def in_scope(eqn: Any, like: Any, name: str) -> Any:
-    """Returns an equation at another's source line and name stack, in a scope more."""
-    info = like.source_info
+def in_scope(eqn: Any, name: str) -> Any:
+    """Returns an equation in a scope more."""
+    info = eqn.source_info
     info = info.replace(name_stack=info.name_stack.extend(name))
-    return eqn.replace(source_info=info, ctx=like.ctx)
+    return eqn.replace(source_info=info)
 
 
 def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:

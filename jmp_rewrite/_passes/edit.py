@@ -19,7 +19,7 @@ from jax.extend import core as jex
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import TOP, Place, inner_place
-from jmp_rewrite._passes.by_device import Where, by_device
+from jmp_rewrite._passes.by_device import Where, by_device, inlined
 from jmp_rewrite._passes.program import ROUNDING, SCOPE, Program
 from jmp_rewrite._rules import held_jaxprs, with_held
 
@@ -292,7 +292,7 @@ class Editor:
 
     def in_own_scope(self, eqn: Any) -> Any:
         """Returns an equation in the scope of the pass."""
-        return _compat.in_scope(eqn, eqn, f"{SCOPE}{self._name}")
+        return _compat.in_scope(eqn, f"{SCOPE}{self._name}")
 
     def _is_own(self, eqn: Any) -> bool:
         scope = f"{SCOPE}{self._name}"
@@ -493,18 +493,8 @@ class Editor:
         if key not in self._traced:
             with _compat.place_of(like, avals):
                 self._traced[key] = _tracer(fun, key[2])(*avals)
-        closed = self._traced[key]
-        body = _compat.open_jaxpr(closed)
-        env = dict(zip(body.invars, operands, strict=True))
-        eqns = []
-        for eqn in body.eqns:
-            invars = [v if hasattr(v, "val") else env[v] for v in eqn.invars]
-            outvars = [jex.Var(v.aval) for v in eqn.outvars]
-            env.update(zip(eqn.outvars, outvars, strict=True))
-            new = eqn.replace(invars=invars, outvars=outvars)
-            self._is_rewired |= bool(held_jaxprs(new))
-            eqns.append(_compat.in_scope(new, like, f"{SCOPE}{self._name}"))
-        outs = [v if hasattr(v, "val") else env[v] for v in body.outvars]
+        eqns, outs = inlined(self._traced[key], operands, self.in_own_scope(like))
+        self._is_rewired |= any(map(held_jaxprs, eqns))
         return eqns, outs
 
     # ---- passes
