@@ -67,7 +67,7 @@ def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
         part for e in elements if _compat.is_scope(e) for part in e.name.split("/")
     ]
     transforms = [e.name for e in elements if not _compat.is_scope(e)]
-    own = [n for n in names if n not in _RECOMPUTED and not _is_mark(n)]
+    own = [n for n in names if n not in _RECOMPUTED and not n.startswith(_MARKS)]
     return Place(
         "/".join(([outer.path] if outer.path else []) + own),
         outer.backward or "transpose" in transforms,
@@ -76,10 +76,6 @@ def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
         outer.full or FULL_PRECISION in names,
         max([outer.call, *map(_call_of, names)]),
     )
-
-
-def _is_mark(name: str) -> bool:
-    return name.startswith(_MARKS)
 
 
 def _call_of(name: str) -> int:

@@ -249,7 +249,10 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
     What a node of a later level reads is needed again, and so is its anchor, from which
     it is computed.
     """
-    stored = _ends_kernel(graph, pins)
+    stored = [
+        n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
+        for n in graph.nodes
+    ]
     for apart in _taken_apart(graph, pins) | _joined(graph, pins):
         stored[apart] = True
     innermost = graph.innermost_loops()
@@ -278,13 +281,6 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         if index is not None:
             stored[index] = True
     return stored
-
-
-def _ends_kernel(graph: Graph, pins: Pins) -> list[bool]:
-    return [
-        n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
-        for n in graph.nodes
-    ]
 
 
 def _taken_apart(graph: Graph, pins: Pins) -> set[int]:

@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value
+from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._precision.origins import leads_to_product, up_to_exponents
 from jmp_rewrite._precision.terms import PARTS, source_of
 from jmp_rewrite._rules import SHARP
@@ -38,7 +38,7 @@ def read_sharply(
       ends: gradients that an update reads, which end what is read as well.
     """
     found: dict[int, int] = {}
-    powers = _high_powers(graph)
+    powers, reads = _high_powers(graph), graph.predecessors()
     before = up_to_exponents(graph) if powers else []
     for node in graph.nodes:
         if node.index in nonlinearities:
@@ -48,18 +48,13 @@ def read_sharply(
         if _is_sharp(node) or is_power or is_scaled:
             read = leads_to_product(
                 [node.index],
-                before if is_power else graph.predecessors(),
+                before if is_power else reads,
                 lambda n: n in found or n in products or n in ends,
             )
-            direct = _products_before(graph, [node.index, *read], products)
-            for source in (*read, *direct):
+            direct = (s for n in (node.index, *read) for s in reads[n])
+            for source in (*read, *products.intersection(direct)):
                 found.setdefault(source, node.index)
     return found
-
-
-def _products_before(graph: Graph, nodes: list[int], products: set[int]) -> set[int]:
-    reads = graph.predecessors()
-    return {s for n in nodes for s in reads[n] if s in products}
 
 
 def _is_sharp(node: Node) -> bool:
@@ -85,12 +80,9 @@ def _high_powers(graph: Graph) -> set[int]:
         else:
             continue
         sources = [source_of(v, graph, PARTS) for v in node.inputs]
-        factors = [of.get(v.node, (_key(v), 1)) for v in sources]
+        keys = [(v.node, v.result, v.argument) for v in sources]
+        factors = [of.get(key[0], (key, 1)) for key in keys]
         bases = {base for base, _ in factors}
         if len(bases) == 1:
             of[node.index] = bases.pop(), power * sum(n for _, n in factors)
     return {index for index, (_, power) in of.items() if power > _POWER}
-
-
-def _key(value: Value) -> Hashable:
-    return value.node, value.result, value.argument

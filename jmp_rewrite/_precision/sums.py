@@ -10,8 +10,6 @@ from jmp_rewrite._precision.origins import MOVES, SMALL, is_zero
 from jmp_rewrite._precision.terms import SUMS, source_of
 from jmp_rewrite._rules import PRODUCTS
 
-_TURNS = frozenset({"neg"})
-
 
 def sums_with_exact(
     graph: Graph, products: set[int], made: set[int], state: set[int]
@@ -96,7 +94,7 @@ def _scales(node: Node, graph: Graph) -> bool:
 
 def _summed(node: Node) -> list[int]:
     """Returns what a node adds up elementwise, or over a few terms, moves or turns."""
-    if node.name not in SUMS | _TURNS | MOVES | {"reduce_sum"}:
+    if node.name not in SUMS | MOVES | {"neg", "reduce_sum"}:
         return []
     return [v.node for v in node.inputs if _is_near(v, node)]
 

@@ -30,8 +30,6 @@ from jmp_rewrite._rules import Category
 # Arithmetic that makes a new value of an old one and an update.
 _UPDATES = frozenset({"add", "add_any", "div", "mul", "scatter-add", "sub"})
 _ADDS = frozenset({"add", "add_any", "sub"})
-# Of these the first operand alone is updated.
-_UPDATES_FIRST = frozenset({"scatter-add"})
 # A value is still the same one behind these: it is moved, scaled, clipped or chosen.
 _CARRIES = MOVES | {"clamp", "div", "max", "min", "mul", "neg", "select_n"}
 # And behind these, if they have taken as many elements of it as it has.
@@ -140,8 +138,9 @@ class _Walk:
         if node.name not in _UPDATES or not node.avals or len(node.inputs) < 2:
             return
         size = node.size
-        first = node.inputs[:1] if node.name in _UPDATES_FIRST else node.inputs
-        for position, old in enumerate(first):
+        # Of a scatter the first operand alone is updated.
+        old_ones = node.inputs[:1] if node.name == "scatter-add" else node.inputs
+        for position, old in enumerate(old_ones):
             if old.size != size:
                 continue
             for other in [*node.inputs[:position], *node.inputs[position + 1 :]]:
