@@ -25,7 +25,7 @@ def few_of_a_loss(graph: Graph, pins: Pins, products: set[int]) -> set[int]:
       products: the matrix multiplications of half operands.
     """
     nodes = graph.nodes
-    reads, readers = _through_carries(graph)
+    reads, readers = graph.predecessors(), graph.consumers()
     backward = {n for n in products if is_backward(nodes[n])}
     layers = leads_to_product(products - backward, reads, lambda n: False)
     # Derivatives of layers, too, lead to no layer.
@@ -57,14 +57,3 @@ def _is_weight(value: Value, graph: Graph, pins: Pins) -> bool:
             return False
         (value,) = node.inputs
     return value.argument in pins.trained
-
-
-def _through_carries(graph: Graph) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns what each node reads, and what reads it, in the next iteration too."""
-    reads = [list(n) for n in graph.predecessors()]
-    readers = [list(n) for n in graph.consumers()]
-    for loop in graph.loops:
-        for received, handed_on in loop.carries:
-            reads[received].append(handed_on)
-            readers[handed_on].append(received)
-    return reads, readers
