@@ -41,28 +41,24 @@ from jmp_rewrite._rules import COSTLY
 
 PASSES: tuple[Pass, ...] = (
     Pass(
-        "sums_behind_loops",
         sums_behind_loops,
         ("all",),
         "order of sums",
         frozenset({"scan"}),
     ),
     Pass(
-        "recompute_stacks",
         recompute_stacks,
         ("all",),
         "rounding",
         frozenset({"scan"}),
     ),
     Pass(
-        "softplus_derivative",
         softplus_derivative,
         ("all",),
         "rounding",
         frozenset({"log1p"}),
     ),
     Pass(
-        "split_before_reshape",
         split_before_reshape,
         ("all",),
         "order of sums",
@@ -70,7 +66,6 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "transpose_operands",
         transpose_operands,
         ("all",),
         "order of sums",
@@ -78,7 +73,6 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "sharded_casts",
         sharded_casts,
         ("all",),
         "nothing",
@@ -86,42 +80,36 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "sum_of_scattered",
         sum_of_scattered,
         ("TPU",),
         "order of sums",
         frozenset({"scatter", "scatter-add"}),
     ),
     Pass(
-        "gather_first",
         gather_first,
         ("TPU",),
         "order of sums",
         frozenset({"gather"}),
     ),
     Pass(
-        "scatter_as_select",
         scatter_as_select,
         ("all",),
         "nothing",
         frozenset({"scatter", "scatter-add"}),
     ),
     Pass(
-        "scatter_as_sum",
         scatter_as_sum,
         ("all",),
         "order of sums",
         frozenset({"scatter-add"}),
     ),
     Pass(
-        "attention_feature_sums",
         attention_feature_sums,
         ("TPU",),
         "rounding",
         frozenset({"reduce_sum"}),
     ),
     Pass(
-        "softmax_in_one_kernel",
         softmax_in_one_kernel,
         ("TPU v5e", "TPU v6e"),
         "nothing",
@@ -129,7 +117,6 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "softmax_rounded",
         softmax_rounded,
         ("TPU v5e", "TPU v6e"),
         "rounding",
@@ -137,14 +124,12 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "recompute_logistic",
         recompute_logistic,
         ("NVIDIA",),
         "rounding",
         frozenset({"logistic"}),
     ),
     Pass(
-        "read_before_rounding",
         read_before_rounding,
         ("CPU",),
         "rounding",
@@ -152,7 +137,6 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "softmax_derivative",
         softmax_derivative,
         ("all",),
         "rounding",
@@ -160,35 +144,30 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "softmax_from_quotient",
         softmax_from_quotient,
         ("NVIDIA",),
         "rounding",
         frozenset({"exp"}),
     ),
     Pass(
-        "recompute_activations",
         recompute_activations,
         ("NVIDIA", "TPU v5e"),
         "rounding",
         frozenset({"erf", "erfc", "tanh"}),
     ),
     Pass(
-        "narrow_products",
         narrow_products,
         ("TPU",),
         "rounding",
         frozenset({"dot_general"}),
     ),
     Pass(
-        "live_ranges",
         live_ranges,
         ("NVIDIA",),
         "nothing",
         frozenset({"scatter-add", "slice", "split"}),
     ),
     Pass(
-        "cpu_products",
         cpu_products,
         ("CPU",),
         "order of sums",
@@ -196,7 +175,6 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "cpu_convolutions",
         cpu_convolutions,
         ("CPU",),
         "rounding",
@@ -204,7 +182,6 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "cpu_shield",
         cpu_shield,
         ("all",),
         "order of sums",
@@ -213,7 +190,6 @@ PASSES: tuple[Pass, ...] = (
         required=True,
     ),
     Pass(
-        "bias_in_convolution",
         bias_in_convolution,
         ("NVIDIA",),
         "rounding",
@@ -221,14 +197,12 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "epilogue_in_product",
         epilogue_in_product,
         ("NVIDIA",),
         "rounding",
         frozenset({"dot_general"}),
     ),
     Pass(
-        "cudnn_convolutions",
         cudnn_convolutions,
         ("NVIDIA",),
         "rounding",
@@ -236,14 +210,12 @@ PASSES: tuple[Pass, ...] = (
         whole_steps_only=False,
     ),
     Pass(
-        "round_last_gradients",
         round_last_gradients,
         ("NVIDIA",),
         "rounding",
         frozenset({"dot_general"}),
     ),
     Pass(
-        "keep_rounding",
         keep_rounding,
         ("NVIDIA",),
         "nothing",

@@ -64,9 +64,9 @@ class Pass(NamedTuple):
     devices alone; the result can be mapped over, differentiated and sharded.
 
     Attributes:
-      name: what switches it off, and what `explain` prints.
-      run: edits a program. Its docstring says what, why, where, and the measured gain,
-        a paragraph each; the first sentence is the reason that `explain` prints.
+      run: edits a program. Its name is that of the pass. Its docstring says what, why,
+        where, and the measured gain, a paragraph each; the first sentence is the reason
+        that `explain` prints.
       devices: on which the program differs: names of `by_device.DEVICES`, or their
         beginnings ("TPU" for all TPUs); ("all",) if everywhere.
       changes: what may differ there: "nothing" (equal to the bit), "order of sums", or
@@ -78,7 +78,6 @@ class Pass(NamedTuple):
         whatever the switch says.
     """
 
-    name: str
     run: Callable[[Editor], None]
     devices: tuple[str, ...]
     changes: Changes
@@ -89,6 +88,11 @@ class Pass(NamedTuple):
     def on(self, device: str) -> bool:
         """Whether the program of a device, a name of `by_device.DEVICES`, differs."""
         return any(kind == "all" or device.startswith(kind) for kind in self.devices)
+
+    @property
+    def name(self) -> str:
+        """What switches it off, and what `explain` prints."""
+        return self.run.__name__
 
     @property
     def reason(self) -> str:
