@@ -8,13 +8,15 @@ TensorFlow's algorithm (tensorflow/core/grappler/optimizers/auto_mixed_precision
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+import dataclasses
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
+from jmp_rewrite._graph import reached
 from jmp_rewrite._rules import Category
 
 
@@ -59,33 +61,19 @@ def propagate(graph: BareGraph) -> list[bool]:
     def may(node: int, *of: Category) -> bool:
         return categories[node] in of and node not in denied
 
-    half = set(allowed)
     passes = (Category.CLEAR, Category.INFER)
-    ahead = _flood(allowed, graph.successors, lambda n: may(n, *passes), half)
-    behind = _flood(
-        allowed, graph.predecessors, lambda n: n in ahead and may(n, *passes), half
-    )
-    half |= behind
+    ahead = reached(allowed, graph.successors, lambda n: may(n, *passes))
+    half = reached(allowed, graph.predecessors, ahead.__contains__)
     for node in range(len(categories)):
         reads = graph.predecessors[node]
         if node not in half and may(node, Category.INFER):
             if any(n in half for n in reads) and not any(n in denied for n in reads):
                 half.add(node)
-    both = _Both(graph)
-    half |= _flood(half, both, lambda n: may(n, Category.CLEAR), half)
+    around = zip(graph.predecessors, graph.successors, strict=True)
+    both = [[*before, *behind] for before, behind in around]
+    half = reached(half, both, lambda n: may(n, Category.CLEAR))
     _agree(graph.carries, half)
     return [n in half for n in range(len(categories))]
-
-
-class _Both:
-    """The neighbours of a node in both directions."""
-
-    def __init__(self, graph: BareGraph) -> None:
-        self._graph = graph
-
-    def __getitem__(self, node: int) -> Iterable[int]:
-        yield from self._graph.predecessors[node]
-        yield from self._graph.successors[node]
 
 
 def _denied(graph: BareGraph) -> set[int]:
@@ -94,12 +82,11 @@ def _denied(graph: BareGraph) -> set[int]:
     tells = {
         n for n, c in enumerate(categories) if c in (Category.DENY, Category.INFER)
     }
-    leads = _flood(
-        tells, graph.predecessors, lambda n: categories[n] is Category.CLEAR, tells
+    leads = reached(
+        tells, graph.predecessors, lambda n: categories[n] is Category.CLEAR
     )
-    entered = tells | leads
     denied = {n for n, c in enumerate(categories) if c is Category.DENY}
-    return denied | _flood(denied, graph.successors, lambda n: n in entered, denied)
+    return reached(denied, graph.successors, leads.__contains__)
 
 
 def _agree(carries: Sequence[tuple[int, int]], half: set[int]) -> None:
@@ -109,25 +96,6 @@ def _agree(carries: Sequence[tuple[int, int]], half: set[int]) -> None:
             half.add(handed_on)
         else:
             half.discard(handed_on)
-
-
-def _flood(
-    roots: Iterable[int],
-    edges: Sequence[Iterable[int]] | _Both,
-    enters: Callable[[int], bool],
-    seen: Iterable[int],
-) -> set[int]:
-    """Returns the nodes that are reached from `roots` through what is entered."""
-    reached: set[int] = set()
-    seen = set(seen)
-    stack = list(roots)
-    while stack:
-        for node in edges[stack.pop()]:
-            if node not in seen and enters(node):
-                seen.add(node)
-                reached.add(node)
-                stack.append(node)
-    return reached
 
 
 def prune(
@@ -166,24 +134,19 @@ def prune(
     return pruning.labels
 
 
+@dataclasses.dataclass(eq=False)
 class _Pruning:
     """The labels while they are pruned."""
 
-    def __init__(
-        self,
-        graph: BareGraph,
-        labels: list[bool],
-        emits_full: Container[int],
-        reads_full: Container[int],
-        returned: Container[int],
-        sinks: Container[int],
-    ) -> None:
-        self.graph = graph
-        self.labels = labels
-        self.emits_full = emits_full
-        self.reads_full = reads_full
-        self.returned = returned
-        self.sinks = sinks
+    graph: BareGraph
+    labels: list[bool]
+    emits_full: Container[int]
+    reads_full: Container[int]
+    returned: Container[int]
+    sinks: Container[int]
+
+    def __post_init__(self) -> None:
+        graph = self.graph
         self.born: set[int] = set()
         self.received = dict(graph.carries)
         self.pairs: dict[int, tuple[int, ...]] = {}
@@ -215,11 +178,10 @@ class _Pruning:
             if c is Category.ALLOW and self.labels[n] and n not in self.emits_full
         }
         labels = self.labels
-        return roots | _flood(
+        return reached(
             roots,
             self.graph.successors,
             lambda n: labels[n] and n not in self.emits_full,
-            roots,
         )
 
     def keeps(self, node: int) -> bool:
