@@ -83,11 +83,6 @@ def _nones(trees: Any, count: int) -> Any:
     return tree.map(lambda _: None)
 
 
-def literal_value(literal: Any) -> Any:
-    """Returns the value of a literal, a NumPy scalar or array."""
-    return literal.val
-
-
 def scope_elements(name_stack: Any) -> tuple[Any, ...]:
     """Returns the elements of a name stack: scopes and transformations."""
     return name_stack.stack

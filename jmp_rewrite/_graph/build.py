@@ -428,8 +428,7 @@ def _mixes(eqn: Any) -> bool:
 def _read(env: dict[Any, Value], atom: Any) -> Value | None:
     """Returns the value of a variable or literal; None if it is nothing to follow."""
     if hasattr(atom, "val"):
-        number = _compat.literal_value(atom)
-        return Value(atom.aval, constant=_number(number), made_of_data=False)
+        return Value(atom.aval, constant=_number(atom.val), made_of_data=False)
     return env.get(atom)
 
 

@@ -328,7 +328,7 @@ def _may_hold_product(eqn: Any) -> bool:
 
 
 def _number_of(literal: Any) -> tuple[Any, bytes]:
-    return literal.aval, np.asarray(_compat.literal_value(literal)).tobytes()
+    return literal.aval, np.asarray(literal.val).tobytes()
 
 
 def _is_open_call(eqn: Any) -> bool:

@@ -212,7 +212,7 @@ class _Found:
         while left:
             var, names, divides = left.pop()
             if hasattr(var, "val"):
-                value = float(_compat.literal_value(var)) if not names else math.nan
+                value = float(var.val) if not names else math.nan
                 number = number / value if divides and value else number * value
                 continue
             var, names = self._root(var, names)

@@ -55,7 +55,6 @@ class Body:
 
     def _index(self) -> None:
         """Notes what it is made of; who makes and reads what, once a pass asks."""
-        self.data: set[Any] | None = None
         self.names = collections.Counter(e.primitive.name for e in self.eqns)
         # An equation keeps its number when others are put before it.
         self._numbers: list[int] = list(range(len(self.eqns)))
@@ -65,7 +64,7 @@ class Body:
 
     def _forget(self) -> None:
         """Forgets what holds for the indices of now alone."""
-        self.data = None
+        self.data: set[Any] | None = None
         self._maker: dict[Any, int] | None = None
         self._places: dict[int, int] | None = None
 

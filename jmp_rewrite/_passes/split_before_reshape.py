@@ -289,7 +289,7 @@ def _padded(eqn: Any) -> list[_Part]:
     if inside or len(dims) != 1 or not hasattr(zero, "val"):
         return []
     low, high, _ = (int(n) for n in config[dims[0]])
-    if _compat.literal_value(zero) != 0 or min(low, high) < 0:
+    if zero.val != 0 or min(low, high) < 0:
         return []
     return [_Part(operand, dims[0], low, low + operand.aval.shape[dims[0]])]
 
