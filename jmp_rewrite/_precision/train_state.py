@@ -171,8 +171,7 @@ class _Walk:
             self._bases[index] = frozenset({index})  # of a loop
             whole = self._whole(node)
             if whole is not None:
-                known = self.bases(whole)
-                self._bases[index] = known | {index} if known else frozenset({index})
+                self._bases[index] = self.bases(whole) | {index}
             elif node.name in _CARRIES - {"carry_in"} and node.inputs:
                 same = [v for v in node.inputs if v.size == node.size]
                 found = frozenset().union(*map(self.bases, same))
