@@ -28,7 +28,7 @@ def argument(number: int) -> int:
     return -1 - number
 
 
-def source_of(value: Value) -> int | None:
+def node_of(value: Value) -> int | None:
     """Returns the node of a value, or what stands for its argument; else None."""
     if value.node >= 0:
         return value.node
@@ -144,11 +144,11 @@ class Unrounded:
         self._kept: dict[int, list[int]] = {}
         self.readers: dict[int, int | None] = {}
         self.read = {
-            s for n in graph.nodes for v in n.inputs if (s := source_of(v)) is not None
+            s for n in graph.nodes for v in n.inputs if (s := node_of(v)) is not None
         }
         found: list[tuple[int, int | None]] = []
         for number, value in results_of(graph).items():
-            source = source_of(value)
+            source = node_of(value)
             if source is None:
                 continue
             self.read.add(source)
@@ -186,4 +186,4 @@ class Unrounded:
 
 
 def _sources(node: Node) -> list[int]:
-    return [s for v in node.inputs if (s := source_of(v)) is not None]
+    return [s for v in node.inputs if (s := node_of(v)) is not None]

@@ -25,7 +25,7 @@ from jmp_rewrite._emit.rounded import (
     is_cast,
     is_move,
     is_widened,
-    source_of,
+    node_of,
 )
 from jmp_rewrite._graph import Graph, Node, Place, build
 from jmp_rewrite._precision import ONE_LINE, Label, Pins, Plan
@@ -153,7 +153,7 @@ def _is_half(node: Node, half: np.dtype, narrow: set[int]) -> bool:
         return node.size > ONE_LINE
     if node.name == "carry_out" or is_widened(node, half):
         return True
-    return is_move(node, half) and any(source_of(v) in narrow for v in node.inputs)
+    return is_move(node, half) and any(node_of(v) in narrow for v in node.inputs)
 
 
 def _is_stacked(node: Node, half: np.dtype, narrow: set[int]) -> bool:
@@ -165,13 +165,13 @@ def _is_stacked(node: Node, half: np.dtype, narrow: set[int]) -> bool:
     """
     if node.eqn is None:
         return node.name == "stack_out" and node.size > ONE_LINE
-    return is_move(node, half) and any(source_of(v) in narrow for v in node.inputs)
+    return is_move(node, half) and any(node_of(v) in narrow for v in node.inputs)
 
 
 def _rounds(node: Node, narrow: set[int]) -> bool:
     """Whether a node rounds, where it is made, what is stored in half already."""
     is_rounding = node.eqn is not None and node.eqn.primitive.name == "rounding"
-    return is_rounding and any(source_of(v) in narrow for v in node.inputs)
+    return is_rounding and any(node_of(v) in narrow for v in node.inputs)
 
 
 def _close(graph: Graph, labels: list[Label]) -> None:

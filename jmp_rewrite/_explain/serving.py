@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmp_rewrite import _compat, _rewrite
-from jmp_rewrite._emit import Storage, argument, is_move, results_of, source_of, store
+from jmp_rewrite._emit import Storage, argument, is_move, node_of, results_of, store
 from jmp_rewrite._graph import Graph, build, elements, is_float32
 from jmp_rewrite._precision import FLOAT32_BYTES, HALF_BYTES, ONE_LINE, Plan
 
@@ -89,7 +89,7 @@ def _moved_from(graph: Graph, node: int, half: np.dtype) -> list[int]:
             found.append(argument(index))
         elif is_move(graph.nodes[index], half):
             for value in graph.nodes[index].inputs:
-                source = source_of(value)
+                source = node_of(value)
                 if source is not None and source not in seen:
                     seen.add(source)
                     stack.append(source)
