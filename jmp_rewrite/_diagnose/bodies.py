@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.evaluate import last_uses
-from jmp_rewrite._graph import FLOAT32, is_half
-from jmp_rewrite._passes import CASTS, SCOPE
+from jmp_rewrite._graph import FLOAT32, PASS, is_half
+from jmp_rewrite._passes import CASTS
 from jmp_rewrite._rules import CALLS, held_jaxprs
 
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -125,7 +125,7 @@ def rounds(eqn: Any) -> bool:
 def is_of_pass(eqn: Any) -> bool:
     """Whether a pass has put an equation in."""
     elements = _compat.scope_elements(eqn.source_info.name_stack)
-    return any(e.name.startswith(SCOPE) for e in elements)
+    return any(e.name.startswith(PASS) for e in elements)
 
 
 def _is_emissions(eqn: Any) -> bool:

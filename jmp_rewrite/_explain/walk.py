@@ -22,7 +22,7 @@ from jmp_rewrite._explain.reasons import (
     why_call,
 )
 from jmp_rewrite._explain.residuals import CASTS, HALVES
-from jmp_rewrite._graph import TOP, Graph, Inner, Instance, Place, inner_place
+from jmp_rewrite._graph import PASS, TOP, Graph, Inner, Instance, Place, inner_place
 from jmp_rewrite._precision import Plan
 from jmp_rewrite._rules import held_jaxprs, held_parameters
 from jmp_rewrite._source import Caller, Line, Lines
@@ -307,8 +307,8 @@ def _why_inserted(eqn: Any, original: Any, before: bool) -> Verdict:
 def _pass_of(eqn: Any) -> str | None:
     """Returns the pass that has put an equation in, the last one if several."""
     for element in reversed(_compat.scope_elements(eqn.source_info.name_stack)):
-        if element.name.startswith(_passes.SCOPE):
-            return str(element.name).removeprefix(_passes.SCOPE)
+        if element.name.startswith(PASS):
+            return str(element.name).removeprefix(PASS)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from jmp_rewrite._passes.by_device import TPU, Where, by_device, resolve
 from jmp_rewrite._passes.optimize import PASSES, REASONS, Optimized, optimize
-from jmp_rewrite._passes.program import CASTS, SCOPE, Pass, Program
+from jmp_rewrite._passes.program import CASTS, Pass, Program
 from jmp_rewrite._passes.switch import Choice, current, use_passes
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Pass",
     "Program",
     "REASONS",
-    "SCOPE",
     "TPU",
     "Where",
     "by_device",

@@ -18,9 +18,9 @@ import jax
 from jax.extend import core as jex
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import TOP, Place, inner_place
+from jmp_rewrite._graph import PASS, TOP, Place, inner_place
 from jmp_rewrite._passes.by_device import Where, by_device, inlined
-from jmp_rewrite._passes.program import ROUNDING, SCOPE, Program
+from jmp_rewrite._passes.program import ROUNDING, Program
 from jmp_rewrite._rules import held_jaxprs, with_held
 
 
@@ -291,10 +291,10 @@ class Editor:
 
     def in_own_scope(self, eqn: Any) -> Any:
         """Returns an equation in the scope of the pass."""
-        return _compat.in_scope(eqn, f"{SCOPE}{self._name}")
+        return _compat.in_scope(eqn, f"{PASS}{self._name}")
 
     def _is_own(self, eqn: Any) -> bool:
-        scope = f"{SCOPE}{self._name}"
+        scope = f"{PASS}{self._name}"
         elements = _compat.scope_elements(eqn.source_info.name_stack)
         # Most names do not hold it at all.
         return any(scope in e.name and scope in e.name.split("/") for e in elements)

@@ -14,7 +14,7 @@ was decided before, a pass knows what it sees there:
 - Backward and recomputed equations are told by the name stack (`Editor.is_backward`).
 
 A pass edits through `Editor` alone. What it inserts is traced from a small function and
-stands in the name scope `SCOPE + name`, from which `explain` reads its reason. What is
+stands in the name scope `PASS + name`, from which `explain` reads its reason. What is
 good on some devices alone is a `by_device`: its first operands are what every other
 device reads, so that without the pass, and in float32, it is the identity.
 """
@@ -26,13 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jmp_rewrite._graph import PASS
-
 if TYPE_CHECKING:
     from jmp_rewrite._passes.edit import Editor
-
-# The name scope of what a pass inserts; its name follows.
-SCOPE = PASS
 
 # Primitives that round a result, and all that cast.
 ROUNDING = "rounding"
