@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_rewrite._graph import EITHER, Graph, Loop, Node, Value, is_backward, reached
+from jmp_rewrite._graph import Graph, Loop, Node, Value, is_backward, reached
 from jmp_rewrite._precision.origins import MOVES, Roots
 from jmp_rewrite._rules import Category
 
