@@ -53,6 +53,11 @@ class Product(NamedTuple):
     last: _Dims
     params: tuple[tuple[str, Any], ...]
 
+    @property
+    def is_exchange(self) -> bool:
+        """Whether nothing is transposed: compilers exchange operands themselves."""
+        return all(order == _same(order) for order in (*self.orders, self.last))
+
 
 def _computed(*operands: Any, how: Product) -> list[Any]:
     arrays, contracting, batch = [], [], []
@@ -88,7 +93,7 @@ def _make_in_order(editor: Editor, body: Body, index: int, eqn: Any) -> bool:
     if source.aval.size <= max(v.aval.size for v in made.invars):
         return False
     how = _in_order(made, tuple(eqn.params["permutation"]))
-    if how is None:
+    if how is None or how.is_exchange:
         return False
     (new,) = editor.insert(body, index, _computed, *made.invars, how=how)
     editor.put(body, index, [], [new])
@@ -118,8 +123,6 @@ def _in_order(eqn: Any, order: _Dims) -> Product | None:
         wanted = [free[side][d - offset] for d in own[side]]
         whole = (*batch[side], *wanted, *contracting[side])
         orders.append(_same(whole) if wanted == free[side] else whole)
-    if not shared and all(order == _same(order) for order in orders):
-        return None  # a gradient of weights: compilers exchange the operands themselves
     return Product(
         tuple(contracting),
         (batch[0], batch[1]),
@@ -139,10 +142,12 @@ def _read_in_order(editor: Editor, body: Body, index: int, eqn: Any) -> None:
     reads = body.reads(out)
     if not reads or not all(_is_small_beside(body, at, out) for at, _ in reads):
         return
-    for at, position in reads:
-        product = body.eqns[at]
-        how = _reading(product, position, tuple(eqn.params["permutation"]))
-        operands = [source if v is out else v for v in product.invars]
+    order = tuple(eqn.params["permutation"])
+    hows = [_reading(body.eqns[at], position, order) for at, position in reads]
+    if all(how.is_exchange for how in hows):
+        return
+    for (at, _), how in zip(reads, hows, strict=True):
+        operands = [source if v is out else v for v in body.eqns[at].invars]
         editor.replace(body, at, _computed, *operands, how=how)
     editor.put(body, index, [], [out])
 

@@ -98,8 +98,9 @@ def test_the_rest_is_stacked_in_half():
     step, args = step_of(loss_of(lstm)), arguments()
     scan = eqns(trace(mixed_precision(step, "mixed_bfloat16"), *args), "scan")[0]
     kept = [v.aval.dtype.name for v in scan.outvars if v.aval.shape == (T, B, H)]
-    # Four gates, two states before the cell, its tanh, and the results.
-    assert kept == ["bfloat16"] * 8
+    # Four gates, two states before the cell, its tanh, and the results; the cell is
+    # multiplied by one of the gates in each iteration, which is unrounded.
+    assert sorted(kept) == ["bfloat16"] * 7 + ["float32"]
 
 
 def test_fewer_bytes_are_kept(with_all_stacks):
