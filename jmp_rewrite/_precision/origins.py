@@ -203,6 +203,9 @@ class Roots:
     def _name(self, node: Node) -> Hashable:
         if self._is_own(node):
             return node.index
+        if node.name == "join":  # of a branch that hands on a weight, and others zeros
+            found = {self.root(v) for v in node.inputs if v.made_of_data}
+            return found.pop() if len(found) == 1 else node.index
         inputs = tuple(map(self.root, node.inputs))
         if node.name in MOVES and len(inputs) == 1:
             return inputs[0]
@@ -216,6 +219,8 @@ class Roots:
         What a matrix multiplication has made counts as another one, too, unless it is
         only moved.
         """
+        if node.name == "join" and node.inputs:
+            return False
         if node.eqn is None or not node.inputs:
             return True
         others = len(node.eqn.invars) > len(node.inputs) + len(node.literals)
