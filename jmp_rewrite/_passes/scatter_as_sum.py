@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -91,8 +91,7 @@ def _numbers(body: Body, atom: Any) -> Any:
         return np.asarray(atom.val)
     index = body.maker.get(atom, -1)
     if index < 0:
-        sources = given(body, atom)
-        return _numbers(*sources[0]) if len(sources) == 1 else None
+        return _the_same([_numbers(*source) for source in given(body, atom)])
     eqn = body.eqns[index]
     if is_call(eqn):
         position = eqn.outvars.index(atom)
@@ -101,6 +100,13 @@ def _numbers(body: Body, atom: Any) -> Any:
     if math.prod(atom.aval.shape) > _LARGEST_INDEX:
         return None
     return _computed(body, eqn)
+
+
+def _the_same(numbers: Sequence[Any]) -> Any:
+    """Returns what all callers of a body hand to it, if they hand the same."""
+    first, *others = numbers or [None]
+    same = first is not None and all(np.array_equal(first, n) for n in others)
+    return first if same else None
 
 
 def _computed(body: Body, eqn: Any) -> Any:

@@ -225,6 +225,20 @@ def test_gradients_of_repeats_are_sums(size, scatters):
         np.testing.assert_allclose(one, other, rtol=2**-20, atol=2**-20)
 
 
+def test_two_repeats_share_a_function():
+    """JAX traces `resize` of equal shapes once: its transpose has two callers."""
+
+    def loss(params, x):
+        for w in params:
+            x = jax.image.resize((x @ w).reshape(2, 6, 8), (2, 12, 8), "nearest")
+            x = x[:, ::2].reshape(12, 8)
+        return jnp.square(x).mean()
+
+    args = weights((8, 8), (8, 8)), jnp.asarray(normal(12, 8))
+    assert eqns(trace(step_of(loss), *args), "scatter-add")
+    assert not eqns(traced(loss, *args), "scatter-add")
+
+
 # ---- what products alone read
 
 
