@@ -1,10 +1,11 @@
-"""Biases that cuDNN adds inside of a convolution."""
+"""Biases and residual streams that cuDNN adds inside of a convolution."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
@@ -18,7 +19,7 @@ from jmp_rewrite._passes.match import (
     number_of,
     only_reader,
 )
-from jmp_rewrite._passes.program import ROUNDING
+from jmp_rewrite._passes.program import CASTS, ROUNDING
 
 # What may stand between a convolution and its bias: a view of all of it.
 _VIEWS = frozenset({"copy", "expand_dims", "reshape", "squeeze", "transpose"})
@@ -30,8 +31,9 @@ def bias_in_convolution(editor: Editor) -> None:
     cuDNN adds a bias to what it has accumulated in float32, before that is rounded, but
     only one of the result's own type. A bias that is added in float32 is a kernel of
     its own, which writes the sum beside the result, and in float32 if several kernels
-    read it. A rectifier behind it is computed there as well. Convolutions in groups
-    take no bias.
+    read it. So it is with a residual stream that the result is added to, if the sum is
+    stored in half, as the stream is. A rectifier behind a bias is computed there as
+    well. Convolutions in groups take neither.
 
     On NVIDIA GPUs.
 
@@ -45,47 +47,117 @@ def bias_in_convolution(editor: Editor) -> None:
             is_half_product(eqn, editor.half)
             and eqn.outvars[0].aval.dtype == editor.half
         ):
-            found = _biased(editor, body, eqn)
-            if found is not None:
-                _add_inside(editor, body, *found)
+            _add_inside(editor, body, eqn)
 
 
-def _biased(editor: Editor, body: Body, conv: Any) -> tuple[Any, Any, Any] | None:
-    """Returns the sum that alone reads a convolution, its half operand, and bias."""
-    (half,) = conv.outvars
-    dimension = conv.params["dimension_numbers"].out_spec[1]
-    features = half.aval.shape[dimension]
-    reader = only_reader(body, half, GPU)
+def _add_inside(editor: Editor, body: Body, conv: Any) -> None:
+    read = _half_result(body, conv, editor.half)
+    if read is None:
+        return
+    half, wide = read
+    found = _biased(editor, body, conv, wide)
+    total, bias = found or (wide, None)
+    streamed = _streamed(editor, body, total)
+    if streamed is not None:
+        _add_stream(editor, body, half, bias, *streamed)
+    elif found is not None:
+        _add_bias(editor, body, total, half, bias)
+
+
+def _half_result(body: Body, conv: Any, half: np.dtype) -> tuple[Any, Any] | None:
+    """Returns a convolution's half result, and the float32 that alone is read of it."""
+    (var,) = conv.outvars
+    reader = only_reader(body, var, GPU)
     while reader is not None and body.eqns[reader[0]].primitive.name in _VIEWS:
-        (half,) = body.eqns[reader[0]].outvars
-        reader = only_reader(body, half, GPU)
-    if reader is None or not is_widening(body.eqns[reader[0]], editor.half):
+        (var,) = body.eqns[reader[0]].outvars
+        reader = only_reader(body, var, GPU)
+    if reader is None or not is_widening(body.eqns[reader[0]], half):
         return None
-    reader = only_reader(body, body.eqns[reader[0]].outvars[0], GPU)
+    return var, body.eqns[reader[0]].outvars[0]
+
+
+def _added(editor: Editor, body: Body, wide: Any) -> tuple[Any, Any] | None:
+    """Returns the sum that alone reads a value, and what is added there."""
+    reader = only_reader(body, wide, GPU)
     if reader is None or body.eqns[reader[0]].primitive.name != "add":
         return None
-    index, wide = reader
+    index, read = reader
     (total,) = body.eqns[index].outvars
     if editor.is_asked(body, index) or editor.was_here(body, total):
         return None
-    (bias,) = (v for v in body.eqns[index].invars if v is not wide)
+    (other,) = (v for v in body.eqns[index].invars if v is not read)
+    return total, other
+
+
+def _biased(editor: Editor, body: Body, conv: Any, wide: Any) -> tuple[Any, Any] | None:
+    """Returns the sum of a convolution's result and its bias, and the bias."""
+    found = _added(editor, body, wide)
+    if found is None:
+        return None
+    total, bias = found
+    (result,) = conv.outvars
+    features = result.aval.shape[conv.params["dimension_numbers"].out_spec[1]]
     source = body.made_by(bias, "broadcast_in_dim")
     small = bias if source is None else source.invars[0]
     is_bias = is_float32(bias) and 1 < math.prod(small.aval.shape) <= features
-    return (total, half, bias) if is_bias else None
+    return (total, bias) if is_bias else None
 
 
-def _add_inside(editor: Editor, body: Body, total: Any, half: Any, bias: Any) -> None:
+def _streamed(editor: Editor, body: Body, wide: Any) -> tuple[list[Any], Any] | None:
+    """Returns the half casts of a sum with a half value of its size, and that value.
+
+    They are all that is read of the sum.
+    """
+    reader = only_reader(body, wide, GPU)
+    while reader is not None and body.eqns[reader[0]].primitive.name in CASTS:
+        (wide,) = body.eqns[reader[0]].outvars
+        reader = only_reader(body, wide, GPU)
+    found = _added(editor, body, wide)
+    if found is None:
+        return None
+    total, other = found
+    cast = body.made_by(other, "convert_element_type")
+    if cast is None or not is_widening(cast, editor.half):
+        return None
+    (stream,) = cast.invars
+    rounded = _roundings(body, total, CASTS)
+    if stream.aval.shape != total.aval.shape or len(rounded) != len(body.reads(total)):
+        return None
+    return (rounded, stream) if rounded else None
+
+
+def _roundings(
+    body: Body, var: Any, names: frozenset[str] = frozenset({ROUNDING})
+) -> list[Any]:
+    """Returns the results of the casts of these names that read a value."""
+    readers = (body.eqns[at] for at, _ in body.reads(var) if at >= 0)
+    return [eqn.outvars[0] for eqn in readers if eqn.primitive.name in names]
+
+
+def _spread(body: Body, bias: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a bias, and shape and dimensions if it is broadcast."""
     source = body.made_by(bias, "broadcast_in_dim")
-    spread: tuple[Any, ...] = ()
-    if source is not None:
-        bias = source.invars[0]
-        spread = source.params["shape"], source.params["broadcast_dimensions"]
-    rounded = [
-        body.eqns[at].outvars[0]
-        for at, _ in body.reads(total)
-        if at >= 0 and body.eqns[at].primitive.name == ROUNDING
-    ]
+    if source is None:
+        return bias, ()
+    params = source.params
+    return source.invars[0], (params["shape"], params["broadcast_dimensions"])
+
+
+def _add_stream(
+    editor: Editor, body: Body, half: Any, bias: Any, rounded: list[Any], stream: Any
+) -> None:
+    operands, spread = [half, stream], ()
+    if bias is not None:
+        bias, spread = _spread(body, bias)
+        operands.insert(1, bias)
+    for var in rounded:
+        branches = {Where((GPU,)): _sum}
+        editor.choose_instead(body, var, operands, branches, spread=spread)
+
+
+def _add_bias(editor: Editor, body: Body, total: Any, half: Any, bias: Any) -> None:
+    bias, spread = _spread(body, bias)
+    rounded = _roundings(body, total)
     for var in (total, *rounded):
         branches = {Where((GPU,)): _sum}
         editor.choose_instead(body, var, [half, bias], branches, spread=spread)
@@ -118,8 +190,11 @@ def _apart(x: Any) -> Any:
     return [lax.optimization_barrier(x)]
 
 
-def _sum(stored: Any, half: Any, bias: Any, *, spread: tuple[Any, ...]) -> Any:
-    bias = _compat.convert(bias, half.dtype)
-    if spread:
-        bias = lax.broadcast_in_dim(bias, *spread)
-    return [_compat.convert(lax.add(half, bias), stored.dtype)]
+def _sum(stored: Any, half: Any, *added: Any, spread: tuple[Any, ...]) -> Any:
+    total = half
+    for value in added:
+        value = _compat.convert(value, half.dtype)
+        if value.ndim < half.ndim:
+            value = lax.broadcast_in_dim(value, *spread)
+        total = lax.add(total, value)
+    return [_compat.convert(total, stored.dtype)]

@@ -9,7 +9,8 @@ half precision saves nothing and loses digits. Bytes move where a value is *stor
 - a value that a later kernel reads, if it is costly (`exp`, `tanh`) or made of several
   stored values. One that is cheaply made of a single stored value is computed again:
   a layer norm's `x - mean` from `x`, but not the sum of two streams, because two values
-  would have to be read in place of one.
+  would have to be read in place of one, nor what takes several operations and many
+  kernels read.
 
 A stored element costs 4 bytes in float32, 2 in half, and 6 if a product wants it half
 while others read it in float32. Rounding costs accuracy: an eighth of a byte an element
@@ -59,9 +60,10 @@ MANY_KERNELS = 4
 # Of a forward function, whose backward pass is not there, or will be (ViT: statistics
 # and result of a norm, and the residual stream; 39 -> 19 MB of 177 on an H200).
 FORWARD_KERNELS = 3
-# And what is made of several stored values, read for statistics along different axes:
-# from this many kernels on (there, 32).
+# And what is made of several stored values, or by this many operations, read for
+# statistics along different axes: from this many kernels on (there, 32 and 44).
 SEVERAL_KERNELS = 3
+SEVERAL_OPERATIONS = 2
 # What compilers do not fuse with its readers.
 ENDS_KERNEL = JOINTS | frozenset(
     {
@@ -440,35 +442,54 @@ def _read_by_several(
     stored: Sequence[bool],
     levels: Sequence[int],
 ) -> set[int]:
-    """Returns what several kernels read, and is made of several stored values.
+    """Returns what several kernels read, and is not made by one operation of one value.
 
     The cotangent of a norm behind a SiLU is one: made of what the next product hands
     back and of the norm's operand, and read for the gradients of bias and scale, for
-    two statistics and for its own result. Sums along different axes are kernels of
-    their own on a GPU, and there XLA stores it: in float32, unless it is rounded.
+    two statistics and for its own result. A rectified norm is another, if a mean and a
+    maximum of it are taken and it is multiplied by what these say. Sums along different
+    axes are kernels of their own on a GPU, and there XLA stores it: in float32, unless
+    it is rounded. A single operation, as `x - mean` is, stands in each of them.
     """
     consumers = graph.consumers()
+    operations = [0] * len(graph.nodes)  # since what is stored
     found: set[int] = set()
-    for node in graph.nodes:
-        made = node.index
-        if anchors[made] != made or stored[made] or node.name in COSTLY:
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
+        made, readers = node.index, consumers[node.index]
+        anchor = anchors[made]
+        if anchor is None or stored[made] or node.name in COSTLY:
             continue
-        kernels: set[tuple[Any, ...]] = set()
-        seen, stack = {made}, [made]
-        while stack:
-            for reader in consumers[stack.pop()]:
-                reads = graph.nodes[reader]
-                if reads.name in REDUCTIONS and reads.eqn is not None:
-                    axes = reads.eqn.params.get("axes")
-                    kernels.add((reads.name, axes, levels[reader]))
-                elif anchors[reader] != made:
-                    kernels.add((levels[reader],))
-                elif reader not in seen:
-                    seen.add(reader)
-                    stack.append(reader)
-        if len(kernels) >= SEVERAL_KERNELS:
+        if anchor != made:
+            before = [operations[v.node] for v in large if v.node >= 0]
+            operations[made] = max(before, default=0) + (node.name not in MOVES)
+            is_passed_on = len(readers) == 1 and anchors[readers[0]] == anchor
+            if operations[made] < SEVERAL_OPERATIONS or is_passed_on:
+                continue
+        if len(_kernels(graph, made, anchors, levels)) >= SEVERAL_KERNELS:
             found.add(made)
+            operations[made] = 0
     return found
+
+
+def _kernels(
+    graph: Graph, made: int, anchors: Sequence[int | None], levels: Sequence[int]
+) -> set[tuple[Any, ...]]:
+    """Returns the kernels that read a value, or what is computed again of it."""
+    consumers = graph.consumers()
+    kernels: set[tuple[Any, ...]] = set()
+    seen, stack = {made}, [made]
+    while stack:
+        for reader in consumers[stack.pop()]:
+            reads = graph.nodes[reader]
+            if reads.name in REDUCTIONS and reads.eqn is not None:
+                axes = reads.eqn.params.get("axes")
+                kernels.add((reads.name, axes, levels[reader]))
+            elif anchors[reader] != anchors[made]:
+                kernels.add((levels[reader],))
+            elif reader not in seen:
+                seen.add(reader)
+                stack.append(reader)
+    return kernels
 
 
 def _spread(graph: Graph) -> set[int]:

@@ -137,13 +137,18 @@ def counts(graph: Graph, half: np.dtype) -> set[int]:
 
 
 # The results of these are elements of their operands.
-_PICKS = PICKS | COPIES | {"stack_out"}
+_COPIES = COPIES | {"stack_out"}
+_PICKS = PICKS | _COPIES
 # These ask which of two is the larger one. A known number was picked from neither.
 _ORDERS = frozenset({"ge", "gt", "le", "lt"})
 
 
 def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
-    """Returns what is picked and compared later, and what each is picked from."""
+    """Returns what is picked, and what it is picked from, if both are compared later.
+
+    A rectifier picks as well, but what it has picked from is not compared: the largest
+    of a rectifier's results is one of these.
+    """
     compares = [
         n.index
         for n in graph.nodes
@@ -153,12 +158,20 @@ def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
     def picks(node: int) -> bool:
         return graph.nodes[node].name in _PICKS
 
-    found = reached(compares, graph.predecessors(), picks)
-    return [
-        (n, [v for v in graph.nodes[n].inputs if v.made_of_data])
-        for n in sorted(found)
-        if picks(n)
-    ]
+    def copies(node: int) -> bool:
+        return graph.nodes[node].name in _COPIES
+
+    sources = graph.predecessors()
+    read = (s for n in compares for s in sources[n])
+    compared = reached(read, [s if copies(n) else () for n, s in enumerate(sources)])
+    found: list[tuple[int, list[Value]]] = []
+    behind: set[int] = set()  # what is picked from what is compared
+    for node in sorted(filter(picks, reached(compares, sources, picks))):
+        inputs = [v for v in graph.nodes[node].inputs if v.made_of_data]
+        if any(v.node < 0 or v.node in compared | behind for v in inputs):
+            behind.add(node)
+            found.append((node, inputs))
+    return found
 
 
 _LOOKUPS = frozenset({"dynamic_slice", "gather"})

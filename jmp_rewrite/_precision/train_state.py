@@ -14,7 +14,7 @@ with *weights of its own*. So an update of a value `x` by `u(x)` is one of a sta
 - or all weights that stand between `x` and `u` have been used for an earlier update of
   the same value: an iteration, not a layer;
 - or each of them stands there twice: an operator and its transpose, as in the gradient
-  of a square that somebody wrote by hand;
+  of a square that somebody wrote by hand, not a layer that two inputs share;
 - or `x` comes from an argument and its updates reach a result of the same shape.
 """
 
@@ -273,16 +273,30 @@ class _Walk:
         passed = depends & self._products
         if not passed:
             return None
-        weights = [
-            self._roots.root(v)
-            for product in passed
-            for v in self._nodes[product].inputs
-            if v.node not in depends and v.node != base
-        ]
+        uses: dict[Hashable, list[tuple[int, Hashable]]] = {}
+        for product in sorted(passed):
+            for v in self._nodes[product].inputs:
+                if v.node not in depends and v.node != base:
+                    use = product, _contracted(self._nodes[product], v)
+                    uses.setdefault(self._roots.root(v), []).append(use)
         # A second derivative goes through a network and back: its cotangents, too.
-        twice = is_forward and bool(weights)
-        twice = twice and all(weights.count(w) > 1 for w in weights)
-        return Update(node.index, base, frozenset(weights), twice)
+        twice = is_forward and bool(uses)
+        twice = twice and all(self._stands_twice(u, depends) for u in uses.values())
+        return Update(node.index, base, frozenset(uses), twice)
+
+    def _stands_twice(
+        self, uses: Sequence[tuple[int, Hashable]], depends: set[int]
+    ) -> bool:
+        """Whether a weight is an operator and its transpose, or is applied repeatedly.
+
+        A layer that two inputs share, beside each other, is applied once.
+        """
+        if len({way for _, way in uses}) > 1:
+            return True
+        products = [product for product, _ in uses]
+        readers = (r for p in products for r in self._consumers[p] if r in depends)
+        behind = reached(readers, self._consumers, depends.__contains__)
+        return not behind.isdisjoint(products)
 
     def _region(
         self, start: int, base: int, backward: bool
@@ -332,6 +346,17 @@ class _Walk:
                     found.add(source)
                     stack.extend(v.node for v in node.inputs)
         return found
+
+
+def _contracted(product: Node, value: Value) -> Hashable:
+    """Returns which array a product reads, and which of its dimensions it sums up."""
+    numbers = product.eqn.params.get("dimension_numbers")
+    if product.name == "dot_general":
+        (operand,) = (n for n, v in enumerate(product.inputs) if v is value)
+        numbers = numbers[0][operand] if len(product.inputs) == 2 else numbers[0]
+    elif product.name == "conv_general_dilated":
+        numbers = numbers.rhs_spec
+    return value.node, value.argument, value.slice_of, str(numbers)
 
 
 def _reads_argument(node: Node) -> bool:

@@ -70,6 +70,16 @@ def read_twice(params, x):
     return jnp.square(convolve(jnp.tanh(h + bias) * h, last)).mean()
 
 
+def streamed(params, x):
+    """Two sums with a stream: behind a bias, and without one."""
+    first, last, bias = params
+    h = convolve(x, first)
+    inner = jnp.concatenate([last, last], 3), jnp.concatenate([first, first], 2)
+    h = h + (convolve(jnp.tanh(h), inner[0]) + bias)
+    h = h + convolve(jnp.tanh(h), inner[1])
+    return jnp.square(convolve(h, last)).mean()
+
+
 def images():
     return jnp.asarray(normal(*IMAGES))
 
@@ -94,6 +104,14 @@ def test_a_bias_is_added_in_the_result_of_a_convolution(loss, groups, found):
     assert bool(half) is found
 
 
+def test_a_stream_is_added_in_the_result_of_a_convolution():
+    args = kernels(), images()
+    there = eqns(traced(streamed, *args, device="NVIDIA GPU"), "add")
+    half = [e for e in there if e.outvars[0].aval.dtype == jnp.bfloat16]
+    streams = [e for e in half if len({v.aval.shape for v in e.invars}) == 1]
+    assert len(streams) == 2
+
+
 def test_a_rectifier_is_a_part_of_the_convolution():
     """A compiler would ask the sum for the sign, and keep it for that."""
     args = kernels(), images()
@@ -110,7 +128,7 @@ def on_a_gpu(loss, args):
     return [a - w for a, w in zip(out, jax.tree.leaves(args[0]), strict=True)]
 
 
-@pytest.mark.parametrize("loss", [biased, broadcast_bias])
+@pytest.mark.parametrize("loss", [biased, broadcast_bias, streamed])
 def test_gradients_of_convolutions(loss):
     args = kernels(), images()
     exact = [-g for g in jax.grad(loss)(*args)]

@@ -207,6 +207,24 @@ def test_an_operator_and_its_transpose_are_a_gradient(policy):
     assert np.linalg.norm(found - exact) < 4 * EPS[policy] * np.linalg.norm(exact)
 
 
+def test_a_gate_that_two_statistics_share_is_a_layer():
+    """One network of a mean and of a maximum is no operator and its transpose."""
+
+    def layers(ws, x):
+        *ws, head = ws
+        for down, up in ws:
+            mean, largest = (jax.nn.relu(s @ down) @ up for s in (x.mean(1), x.max(1)))
+            x = x + jnp.tanh(x * jax.nn.sigmoid(mean + largest)[:, None])
+        return jnp.sum((x @ head) ** 2)
+
+    first, *ws, head = weights(*[(W, W)] * 6)
+    ws = list(zip(ws[::2], ws[1::2], strict=True))
+    (x,) = weights((2, 64, W))
+    gradient = jax.grad(lambda ws, x: layers(ws, x @ first))
+    report = explain(gradient)([*ws, head], x)
+    assert not any("state" in e.reason for e in report.equations)
+
+
 def test_a_carry_through_a_denied_primitive_is_float32():
     w, x = weights((W, W), (4, W))
 

@@ -478,6 +478,29 @@ def test_values_of_several_kernels_are_rounded(statistics):
     assert held == ["add_any"] * (2 if statistics == "of groups" else 1)
 
 
+@pytest.mark.parametrize("operations", [1, 2])
+def test_what_takes_several_operations_is_stored(operations):
+    """A mean and a maximum of it are taken, and it is multiplied by what they say."""
+
+    def loss(params, x):
+        first, gate, out = params
+        h = (x @ first).reshape(4, T // 4, 48)
+        h = h - h.mean(1, keepdims=True)
+        if operations > 1:
+            h = jax.nn.relu(h)
+        gated = h * jax.nn.sigmoid((h.mean(1) + h.max(1)) @ gate)[:, None]
+        return jnp.square(gated.reshape(T, 48) @ out).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    args = weights((D, 48), (48, 48), (48, D)), normal(T, D)
+    with use_passes("none"):
+        jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    (extreme,) = eqns(jaxpr, "reduce_max")
+    assert (dtypes_in(extreme) == ["bfloat16"]) == (operations > 1)
+
+
 def chosen(stored, again, devices):
     (value,) = by_device([stored], [again], {Where(devices): lambda s, a: [a]})
     return value
