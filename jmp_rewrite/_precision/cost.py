@@ -25,7 +25,7 @@ a product (its producers, and on TPUs its consumers, are fused). What was measur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -60,10 +60,10 @@ MANY_KERNELS = 4
 # Of a forward function, whose backward pass is not there, or will be (ViT: statistics
 # and result of a norm, and the residual stream; 39 -> 19 MB of 177 on an H200).
 FORWARD_KERNELS = 3
-# And what is made of several stored values, or by this many operations, read for
-# statistics along different axes: from this many kernels on (there, 32 and 44).
+# And what is made of several stored values, or by this many operations, and read for
+# statistics along different axes: from this many kernels on (there, 32).
 SEVERAL_KERNELS = 3
-SEVERAL_OPERATIONS = 2
+SEVERAL_OPERATIONS = 4
 # What compilers do not fuse with its readers.
 ENDS_KERNEL = JOINTS | frozenset(
     {
@@ -442,41 +442,63 @@ def _read_by_several(
     stored: Sequence[bool],
     levels: Sequence[int],
 ) -> set[int]:
-    """Returns what several kernels read, and is not made by one operation of one value.
+    """Returns what several kernels read, and is made of several stored values.
 
     The cotangent of a norm behind a SiLU is one: made of what the next product hands
     back and of the norm's operand, and read for the gradients of bias and scale, for
-    two statistics and for its own result. A rectified norm is another, if a mean and a
-    maximum of it are taken and it is multiplied by what these say. Sums along different
-    axes are kernels of their own on a GPU, and there XLA stores it: in float32, unless
-    it is rounded. A single operation, as `x - mean` is, stands in each of them.
+    two statistics and for its own result. Sums along different axes are kernels of
+    their own on a GPU, and there XLA stores it: in float32, unless it is rounded.
+
+    Or that is made of one by several operations, and reduced: a rectified norm of which
+    a mean is taken, and which is multiplied by a gate that is computed of the mean.
     """
-    consumers = graph.consumers()
-    operations = [0] * len(graph.nodes)  # since what is stored
     found: set[int] = set()
-    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
-        made, readers = node.index, consumers[node.index]
+    operations = _operations(graph, anchors, found)
+    for node in reversed(graph.nodes):
+        made = node.index
         anchor = anchors[made]
         if anchor is None or stored[made] or node.name in COSTLY:
             continue
-        if anchor != made:
-            before = [operations[v.node] for v in large if v.node >= 0]
-            operations[made] = max(before, default=0) + (node.name not in MOVES)
-            is_passed_on = len(readers) == 1 and anchors[readers[0]] == anchor
-            if operations[made] < SEVERAL_OPERATIONS or is_passed_on:
-                continue
-        if len(_kernels(graph, made, anchors, levels)) >= SEVERAL_KERNELS:
+        is_small = node.size < graph.nodes[anchor].size
+        is_one = anchor != made
+        if is_one and (is_small or operations[made] < SEVERAL_OPERATIONS):
+            continue
+        kernels = _kernels(graph, made, anchors, levels, found)
+        is_reduced = any(name for name, *_ in kernels)
+        if len(kernels) >= SEVERAL_KERNELS and (is_reduced or not is_one):
             found.add(made)
-            operations[made] = 0
+    # Of two in a row the second may be one operation on the first.
+    operations = _operations(graph, anchors, found)
+    few = (n for n in found if anchors[n] != n and operations[n] < SEVERAL_OPERATIONS)
+    return found.difference(few)
+
+
+def _operations(
+    graph: Graph, anchors: Sequence[int | None], stored: Set[int]
+) -> list[int]:
+    """Returns for each node how many operations, in a row, make it of a stored one."""
+    found = [0] * len(graph.nodes)
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
+        if anchors[node.index] not in (None, node.index):
+            read = [v.node for v in large if v.node >= 0]
+            before = max([0 if n in stored else found[n] for n in read], default=0)
+            found[node.index] = before + (node.name not in MOVES)
     return found
 
 
 def _kernels(
-    graph: Graph, made: int, anchors: Sequence[int | None], levels: Sequence[int]
-) -> set[tuple[Any, ...]]:
-    """Returns the kernels that read a value, or what is computed again of it."""
+    graph: Graph,
+    made: int,
+    anchors: Sequence[int | None],
+    levels: Sequence[int],
+    stored: Set[int],
+) -> set[tuple[str, Any, int]]:
+    """Returns the kernels that read a value, or what is computed again of it.
+
+    Each is the name of a reduction and its axes, or none, and its level.
+    """
     consumers = graph.consumers()
-    kernels: set[tuple[Any, ...]] = set()
+    kernels: set[tuple[str, Any, int]] = set()
     seen, stack = {made}, [made]
     while stack:
         for reader in consumers[stack.pop()]:
@@ -484,8 +506,8 @@ def _kernels(
             if reads.name in REDUCTIONS and reads.eqn is not None:
                 axes = reads.eqn.params.get("axes")
                 kernels.add((reads.name, axes, levels[reader]))
-            elif anchors[reader] != anchors[made]:
-                kernels.add((levels[reader],))
+            elif anchors[reader] != anchors[made] or reader in stored:
+                kernels.add(("", None, levels[reader]))
             elif reader not in seen:
                 seen.add(reader)
                 stack.append(reader)
