@@ -686,6 +686,25 @@ def slow_gate_args(rng):
     return ws, normal(rng, 100, 32, 4), normal(rng, 32, 4)
 
 
+def picked(ws, x, target):
+    """The bins of a spline: knots of two arrays that are stacked, one-hot vectors."""
+    a, b, w, c, o, v = ws
+    h = jnp.tanh(x @ a + b) @ w + c
+    knots = jnp.cumsum(jax.nn.softmax(h[:, :32]), -1)
+    both = jnp.stack([knots, jnp.tanh(h[:, 32:])], -1)
+    mask = jax.nn.one_hot(jnp.arange(len(x)) * 7 % 31, 31)[..., None]
+    right, left = (mask * both[:, 1:]).sum(1), (mask * both[:, :-1]).sum(1)
+    width = 32 * (right - left)[:, :1]
+    return jnp.square(jnp.tanh(width * o + both[:, 0, 1:]) @ v - target).mean()
+
+
+def picked_args(rng):
+    ws = normal(rng, 8, 32, scale=0.35), normal(rng, 32, scale=0.1)
+    ws += normal(rng, 32, 64, scale=0.18), normal(rng, 64, scale=0.1)
+    ws += normal(rng, 24), normal(rng, 24, 16, scale=0.2)
+    return ws, normal(rng, 48, 8), normal(rng, 48, 16)
+
+
 # ---- 12. what the loss itself takes off, beside layers that read the same values
 
 
@@ -897,6 +916,7 @@ CASES = [
     Case("1_on_a_sphere", on_a_sphere, moved_args),
     Case("1_growth", growth, growth_args),
     Case("1_slow_gate", slow_gate, slow_gate_args),
+    Case("2_picked", picked, picked_args),
     # Decorated before it is differentiated, it is five times as far off as by hand.
     Case("12_near_uniform_trained", trained(near_uniform), near_uniform_args, ()),
     Case("12_critic_trained", trained(critic), critic_args, ()),

@@ -26,6 +26,7 @@ from jmp_rewrite._rules import ARITHMETIC, COSTLY, EXACT, MOVES, PRODUCTS
 
 # What `GpuPriorityFusion` calls cheap, and a logistic is made of.
 _REPEATED = frozenset({"exp", "exp2", "logistic", "rsqrt", "sqrt"})
+_GROWS = ARITHMETIC | {ROUNDING, "slice"}
 
 
 def keep_rounding(editor: Editor) -> None:
@@ -38,8 +39,9 @@ def keep_rounding(editor: Editor) -> None:
 
     An `exp` or a logistic of one stored half array is left out, unless a matrix
     multiplication reads it: XLA:GPU calls it cheap, computes it again in each kernel
-    that reads it, and writes it nowhere. A softmax's exponential is written, where
-    dropout stands in front of the multiplication.
+    that reads it, and writes it nowhere. So it does with what arithmetic makes of
+    smaller arrays, as the splines of a number are. A softmax's exponential is written,
+    where dropout stands in front of the multiplication.
 
     On NVIDIA GPUs.
 
@@ -62,7 +64,8 @@ def keep_rounding(editor: Editor) -> None:
         if out.aval.dtype != editor.half:
             continue
         value = eqn.invars[0] if eqn.primitive.name == ROUNDING else out
-        if _is_read_by_product(body, out) or not _is_remade(editor, body, value):
+        is_remade = _is_remade(editor, body, value) or _is_grown(body, value)
+        if _is_read_by_product(body, out) or not is_remade:
             branches = {Where((GPU,)): _times_one}
             editor.choose_instead(body, out, [], branches)
 
@@ -119,6 +122,25 @@ def _is_remade(editor: Editor, body: Body, value: Any) -> bool:
         else:
             return False
     return len(found) == 1
+
+
+def _is_grown(body: Body, value: Any) -> bool:
+    """Whether arithmetic makes a value of arrays of half its size, and of bits."""
+    size = math.prod(value.aval.shape)
+    stack, seen = [(body, value)], set[tuple[Body, Any]]()
+    while stack:
+        body, atom = stack.pop()
+        if hasattr(atom, "val") or 2 * math.prod(atom.aval.shape) <= size:
+            continue
+        if (body, atom) in seen or atom.aval.dtype == np.bool_:
+            continue
+        seen.add((body, atom))
+        for inner, index in makers(body, atom):
+            eqn = inner.eqns[index] if index >= 0 else None
+            if eqn is None or eqn.primitive.name not in _GROWS:
+                return False
+            stack += [(inner, v) for v in eqn.invars]
+    return True
 
 
 def _is_same_on_gpus(eqn: Any) -> bool:

@@ -30,9 +30,17 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import JOINTS, Graph, Node, has_to_be_read, is_backward, reached
+from jmp_rewrite._graph import (
+    JOINTS,
+    Graph,
+    Node,
+    Value,
+    has_to_be_read,
+    is_backward,
+    reached,
+)
 from jmp_rewrite._precision import loops, origins
-from jmp_rewrite._precision.origins import REDUCTIONS, read_alone
+from jmp_rewrite._precision.origins import REDUCTIONS, is_zero, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules import (
@@ -279,10 +287,35 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         needed |= _biased_convolutions(graph, pins)
         needed |= _read_by_several(graph, anchors, stored, levels)
     needed |= _bottlenecks(graph, pins, anchors, stored, levels)
-    for index in needed:
+    for index in needed - _partial_sums_of_scatters(graph):
         if index is not None:
             stored[index] = True
     return stored
+
+
+def _partial_sums_of_scatters(graph: Graph) -> set[int]:
+    """Returns the sums of scatters into zeros that another such scatter is added to.
+
+    They are the cotangents of an array that several lookups read. XLA makes one scatter
+    of all of them, unless a partial sum is rounded.
+    """
+    nodes, consumers = graph.nodes, graph.consumers()
+
+    def is_scattered(value: Value) -> bool:
+        maker = nodes[value.node] if value.node >= 0 else None
+        return (
+            maker is not None
+            and maker.name == "scatter-add"
+            and is_zero(maker.inputs[0])
+            and len(consumers[value.node]) == 1
+        )
+
+    sums = {
+        n.index
+        for n in nodes
+        if n.name in ("add", "add_any") and any(map(is_scattered, n.inputs))
+    }
+    return {n for n in sums if len(consumers[n]) == 1 and consumers[n][0] in sums}
 
 
 def _taken_apart(graph: Graph, pins: Pins) -> set[int]:
@@ -449,8 +482,9 @@ def _read_by_several(
     two statistics and for its own result. Sums along different axes are kernels of
     their own on a GPU, and there XLA stores it: in float32, unless it is rounded.
 
-    Or that is made of one by several operations, and reduced: a rectified norm of which
-    a mean is taken, and which is multiplied by a gate that is computed of the mean.
+    Or that a forward pass makes of one by several operations, and reduces: a rectified
+    norm of which a mean is taken, and which is multiplied by a gate that is computed of
+    the mean.
     """
     found: set[int] = set()
     operations = _operations(graph, anchors, found)
@@ -459,9 +493,9 @@ def _read_by_several(
         anchor = anchors[made]
         if anchor is None or stored[made] or node.name in COSTLY:
             continue
-        is_small = node.size < graph.nodes[anchor].size
         is_one = anchor != made
-        if is_one and (is_small or operations[made] < SEVERAL_OPERATIONS):
+        is_cheap = operations[made] < SEVERAL_OPERATIONS or is_backward(node)
+        if is_one and (is_cheap or node.size < graph.nodes[anchor].size):
             continue
         kernels = _kernels(graph, made, anchors, levels, found)
         is_reduced = any(name for name, *_ in kernels)

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from jmp_rewrite._graph import EITHER, Graph, Node, is_backward, reached
-from jmp_rewrite._precision.origins import leads_to_product
+from jmp_rewrite._precision.origins import is_indicator, leads_to_product
 from jmp_rewrite._precision.signs import nonnegative
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
@@ -313,12 +313,23 @@ def _normalizes(node: Node, graph: Graph, small: set[int]) -> bool:
     """
     views = VIEWS | {"gather"}
     sources = {source_of(v, graph, views, small).node for v in node.inputs}
-    statistics = sources & small
+    statistics = {s for s in sources & small if not _is_picked(s, graph)}
     if any(graph.nodes[s].name in _EXTREMES for s in statistics):
         if not _is_exponent(node, graph):
             return False
     return bool(statistics) and all(
         is_made_of(s, n, graph) for s in statistics for n in sources - small
+    )
+
+
+def _is_picked(index: int, graph: Graph) -> bool:
+    """Whether a mask picks what is summed, as one-hot vectors do: no statistic."""
+    node = graph.nodes[index]
+    if node.name != "reduce_sum" or not node.inputs or node.inputs[0].node < 0:
+        return False
+    terms = graph.nodes[node.inputs[0].node]
+    return terms.name == "mul" and any(
+        is_indicator(v, graph.nodes) for v in terms.inputs
     )
 
 

@@ -109,6 +109,44 @@ def test_what_is_not_computed_again_is_kept(function, kept):
     assert [name for name in found if name in COSTLY] == kept
 
 
+@pytest.mark.parametrize("grown", [True, False])
+def test_what_has_grown_of_small_arrays_is_computed_again(grown):
+    """Splines of degree two on seven intervals, by recursion."""
+    knots = jnp.arange(8.0)[None, None] - 4
+
+    def splines(x):
+        b = ((x >= knots[..., :-1]) & (x < knots[..., 1:])).astype(jnp.float32)
+        for n in (1, 2):
+            left = (x - knots[..., : -n - 1]) * b[..., :-1]
+            b = (left + (knots[..., n + 1 :] - x) * b[..., 1:]) / n
+        return b
+
+    def average(x):
+        y = jnp.tanh(x)
+        y = (y[..., :-1] + y[..., 1:]) / 2 * x[..., :-1]
+        return (y[..., :-1] + y[..., 1:]) / 2
+
+    def step(params, x):
+        def loss(params):
+            w, v = params
+            h = x @ w
+            h = splines(h[..., None]) if grown else average(h.reshape(T, D, 7))
+            return jnp.square(h.reshape(T, -1) @ v).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    params = [*weights((D, D if grown else 7 * D), (5 * D, D))]
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, normal(T, D))
+    rounded = [e.outvars[0].aval.shape for e in walk(jaxpr) if made_in_half(e)]
+    assert (T, D, 6) in rounded
+    kept = [e.outvars[0].aval.shape for e in choices(jaxpr, "keep_rounding")]
+    assert ((T, D, 6) in kept) is not grown
+
+
+def made_in_half(eqn):
+    return bool(eqn.outvars) and eqn.outvars[0].aval.dtype == jnp.bfloat16
+
+
 def made_by(jaxpr, value):
     """Returns the name of the primitive that makes a value, before it is cast."""
     (eqn,) = [e for e in walk(jaxpr) if value in e.outvars]

@@ -478,6 +478,32 @@ def test_values_of_several_kernels_are_rounded(statistics):
     assert held == ["add_any"] * (2 if statistics == "of groups" else 1)
 
 
+def test_the_partial_sums_of_scatters_are_not_rounded():
+    """XLA makes one scatter of the gradients of several lookups in one array."""
+
+    def loss(params, x, indices):
+        first, second, inner, out = params
+        table, h = (x @ first) @ (x @ second).T, x
+        for index in indices:
+            picked = jax.vmap(lambda row, i: row[i])(table, index)
+            h = jnp.tanh(h @ inner + picked @ out)
+        return jnp.square(h @ first).mean()
+
+    def step(params, *batch):
+        grads = jax.grad(loss)(params, *batch)
+        return jax.tree.map(lambda w, g: w - g, params, grads)
+
+    indices = (jnp.arange(T * D).reshape(1, T, D) * jnp.arange(3, 6)[:, None, None]) % T
+    args = weights((D, 48), (D, 48), (D, D), (D, D)), normal(T, D), indices
+    with use_passes("none"):
+        jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    scattered = {v for e in eqns(jaxpr, "scatter-add") for v in e.outvars}
+    sums = [e for e in eqns(jaxpr, "add_any") if not scattered.isdisjoint(e.invars)]
+    assert len(scattered) == 3 and len(sums) == 2
+    (between,) = set(sums[0].outvars) & set(sums[1].invars)
+    assert between.aval.dtype == jnp.float32
+
+
 @pytest.mark.parametrize("operations", [3, 4])
 def test_what_takes_several_operations_is_stored(operations):
     """A mean and a maximum of it are taken, and it is multiplied by what they say."""
