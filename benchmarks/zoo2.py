@@ -34,6 +34,7 @@ import zoo2_unseen
 import zoo2_unseen_eighth
 import zoo2_unseen_fifth
 import zoo2_unseen_fourth
+import zoo2_unseen_ninth
 import zoo2_unseen_second
 import zoo2_unseen_seventh
 import zoo2_unseen_sixth
@@ -134,6 +135,19 @@ UNSEEN_EIGHTH = {
     "gradient_cache": zoo2_unseen_eighth.GradientCache,
     "soft_experts": zoo2_unseen_eighth.soft_experts,
 }
+UNSEEN_NINTH = {
+    "packed_decoder": zoo2_unseen_ninth.packed_decoder,
+    "normalized": zoo2_unseen_ninth.Normalized,
+    "joint_embedding": zoo2_unseen_ninth.JointEmbedding,
+    "set_prediction": zoo2_unseen_ninth.set_prediction,
+    "optical_flow": zoo2_unseen_ninth.optical_flow,
+    "pair_stack": zoo2_unseen_ninth.pair_stack,
+    "spline_network": zoo2_unseen_ninth.spline_network,
+    "spline_flow": zoo2_unseen_ninth.spline_flow,
+    "fourier_operator": zoo2_unseen_ninth.fourier_operator,
+    "soft_actor": zoo2_unseen_ninth.SoftActorCritic,
+    "physics": zoo2_unseen_ninth.physics,
+}
 PROGRAMS = (
     FIRST
     | SECOND
@@ -142,6 +156,7 @@ PROGRAMS = (
     | UNSEEN_LAST
     | UNSEEN_SEVENTH
     | UNSEEN_EIGHTH
+    | UNSEEN_NINTH
 )
 MODES = ("float32", "by_hand", "ours")
 # What the bars are of.
