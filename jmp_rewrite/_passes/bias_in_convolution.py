@@ -194,7 +194,7 @@ def _sum(stored: Any, half: Any, *added: Any, spread: tuple[Any, ...]) -> Any:
     total = half
     for value in added:
         value = _compat.convert(value, half.dtype)
-        if value.ndim < half.ndim:
+        if spread and value.shape != half.shape:
             value = lax.broadcast_in_dim(value, *spread)
         total = lax.add(total, value)
     return [_compat.convert(total, stored.dtype)]

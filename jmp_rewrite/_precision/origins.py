@@ -165,11 +165,11 @@ def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
     read = (s for n in compares for s in sources[n])
     compared = reached(read, [s if copies(n) else () for n, s in enumerate(sources)])
     found: list[tuple[int, list[Value]]] = []
-    behind: set[int] = set()  # what is picked from what is compared
+    either = set(compared)  # or picked from what is compared
     for node in sorted(filter(picks, reached(compares, sources, picks))):
         inputs = [v for v in graph.nodes[node].inputs if v.made_of_data]
-        if any(v.node < 0 or v.node in compared | behind for v in inputs):
-            behind.add(node)
+        if any(v.node < 0 or v.node in either for v in inputs):
+            either.add(node)
             found.append((node, inputs))
     return found
 

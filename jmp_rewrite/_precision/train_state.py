@@ -352,7 +352,7 @@ def _contracted(product: Node, value: Value) -> Hashable:
     """Returns which array a product reads, and which of its dimensions it sums up."""
     numbers = product.eqn.params.get("dimension_numbers")
     if product.name == "dot_general":
-        (operand,) = (n for n, v in enumerate(product.inputs) if v is value)
+        operand = next(n for n, v in enumerate(product.inputs) if v is value)
         numbers = numbers[0][operand] if len(product.inputs) == 2 else numbers[0]
     elif product.name == "conv_general_dilated":
         numbers = numbers.rhs_spec
