@@ -289,8 +289,11 @@ class _Walk:
     ) -> bool:
         """Whether a weight is an operator and its transpose, or is applied repeatedly.
 
-        A layer that two inputs share, beside each other, is applied once.
+        A layer that two inputs share, beside each other, is applied once. That a scan
+        leads from a weight to itself says nothing: it has another one in each iteration.
         """
+        if len(uses) < 2:
+            return False
         if len({way for _, way in uses}) > 1:
             return True
         products = [product for product, _ in uses]
