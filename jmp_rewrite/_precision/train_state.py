@@ -290,7 +290,7 @@ class _Walk:
         """Whether a weight is an operator and its transpose, or is applied repeatedly.
 
         A layer that two inputs share, beside each other, is applied once. That a scan
-        leads from a weight to itself says nothing: it has another one in each iteration.
+        leads from a weight to itself says nothing: each iteration has another one.
         """
         if len(uses) < 2:
             return False
