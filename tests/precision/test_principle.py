@@ -225,6 +225,31 @@ def test_a_gate_that_two_statistics_share_is_a_layer():
     assert not any("state" in e.reason for e in report.equations)
 
 
+def test_scanned_layers_are_no_state():
+    """What a scan carries leads from each weight to itself: another one, by then."""
+    seen = jnp.tril(jnp.ones((1, 4, 4), bool))
+
+    def norm(x):
+        return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+    def layer(x, ws):
+        h = norm(x)
+        scores = (h @ ws[0]) @ (h @ ws[1]).swapaxes(-1, -2)
+        weight = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+        x = x + weight @ (h @ ws[2]) @ ws[3]
+        return x + jax.nn.silu(norm(x) @ ws[4]) @ ws[5], None
+
+    def loss(params, tokens):
+        table, ws, head = params
+        x, _ = lax.scan(layer, table[tokens], ws)
+        return jnp.mean(jnp.square(x @ head))
+
+    params = weights((W, W), (3, 6, W, W), (W, W))
+    jaxpr = rewritten(jax.grad(loss), params, jnp.arange(8).reshape(2, 4))
+    scores, *_ = (e for e in products(jaxpr) if e.outvars[0].aval.shape == (2, 4, 4))
+    assert dtypes_out(scores) == ["bfloat16"]
+
+
 def test_a_carry_through_a_denied_primitive_is_float32():
     w, x = weights((W, W), (4, W))
 
