@@ -487,7 +487,7 @@ def _read_by_several(
     the mean.
     """
     found: set[int] = set()
-    operations = _operations(graph, anchors, found)
+    operations = _operations(graph, anchors)
     for node in reversed(graph.nodes):
         made = node.index
         anchor = anchors[made]
@@ -501,21 +501,15 @@ def _read_by_several(
         is_reduced = any(name for name, *_ in kernels)
         if len(kernels) >= SEVERAL_KERNELS and (is_reduced or not is_one):
             found.add(made)
-    # Of two in a row the second may be one operation on the first.
-    operations = _operations(graph, anchors, found)
-    few = (n for n in found if anchors[n] != n and operations[n] < SEVERAL_OPERATIONS)
-    return found.difference(few)
+    return found
 
 
-def _operations(
-    graph: Graph, anchors: Sequence[int | None], stored: Set[int]
-) -> list[int]:
-    """Returns for each node how many operations, in a row, make it of a stored one."""
+def _operations(graph: Graph, anchors: Sequence[int | None]) -> list[int]:
+    """Returns for each node how many operations, in a row, make it of its anchor."""
     found = [0] * len(graph.nodes)
     for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
         if anchors[node.index] not in (None, node.index):
-            read = [v.node for v in large if v.node >= 0]
-            before = max([0 if n in stored else found[n] for n in read], default=0)
+            before = max([found[v.node] for v in large if v.node >= 0], default=0)
             found[node.index] = before + (node.name not in MOVES)
     return found
 
