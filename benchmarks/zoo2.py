@@ -38,6 +38,7 @@ import zoo2_unseen_ninth
 import zoo2_unseen_second
 import zoo2_unseen_seventh
 import zoo2_unseen_sixth
+import zoo2_unseen_tenth
 import zoo2_unseen_third
 import zoo2_vision
 from compare import print_rows
@@ -148,6 +149,20 @@ UNSEEN_NINTH = {
     "soft_actor": zoo2_unseen_ninth.SoftActorCritic,
     "physics": zoo2_unseen_ninth.physics,
 }
+UNSEEN_TENTH = {
+    "equivariant": zoo2_unseen_tenth.equivariant,
+    "vocoder": zoo2_unseen_tenth.Vocoder,
+    "equilibrium": zoo2_unseen_tenth.equilibrium,
+    "shifted_windows": zoo2_unseen_tenth.shifted_windows,
+    "segments": zoo2_unseen_tenth.segments,
+    "meta_learning": zoo2_unseen_tenth.meta_learning,
+    "reversible": zoo2_unseen_tenth.reversible,
+    "normalizer_free": zoo2_unseen_tenth.normalizer_free,
+    "sequences": zoo2_unseen_tenth.sequences,
+    "actors": zoo2_unseen_tenth.actors,
+    "depths": zoo2_unseen_tenth.depths,
+    "sparse_features": zoo2_unseen_tenth.SparseFeatures,
+}
 PROGRAMS = (
     FIRST
     | SECOND
@@ -157,6 +172,7 @@ PROGRAMS = (
     | UNSEEN_SEVENTH
     | UNSEEN_EIGHTH
     | UNSEEN_NINTH
+    | UNSEEN_TENTH
 )
 MODES = ("float32", "by_hand", "ours")
 # What the bars are of.

@@ -309,21 +309,22 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def scatter_into_zeros(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Emits a `scatter-add` into zeros of which no two updates meet.
+def scatter_half(eqn: Any, values: Sequence[Any], never_meet: bool) -> list[Any]:
+    """Emits a `scatter-add` that adds nothing up, on half operands.
 
-    It adds nothing up, so it is a `scatter`; and that one, unlike `scatter-add`, holds
-    no jaxpr of its old dtype.
+    Args:
+      eqn: the equation; its jaxpr is of its old dtype.
+      values: the operand, the indices and the updates.
+      never_meet: whether the operand is zeros and no two updates meet: then it is a
+        `scatter`. Otherwise all but one of the values that meet are zeros.
     """
     params = eqn.params
-    operand, indices, updates = values
-    out = lax.scatter(
-        operand,
-        indices,
-        updates,
+    scatter = lax.scatter if never_meet else lax.scatter_add
+    out = scatter(
+        *values,
         params["dimension_numbers"],
         indices_are_sorted=params["indices_are_sorted"],
-        unique_indices=True,
+        unique_indices=never_meet or params["unique_indices"],
         mode=params["mode"],
     )
     return [out]

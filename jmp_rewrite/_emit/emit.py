@@ -17,7 +17,7 @@ from jmp_rewrite._emit.casts import narrow, rounded, scalar
 from jmp_rewrite._emit.demand import AS_HALF, Demand
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._emit.products import float32_result
-from jmp_rewrite._graph import FLOAT32, FULL_PRECISION, Inner, Instance
+from jmp_rewrite._graph import FLOAT32, FULL_PRECISION, Inner, Instance, Node
 from jmp_rewrite._passes import TPU, Where, by_device
 from jmp_rewrite._precision import Label, Plan
 from jmp_rewrite._rules import Category
@@ -181,8 +181,7 @@ class Emitter:
         is_product = self.plan.pins.categories[entry] is Category.ALLOW
         if is_product and "preferred_element_type" in eqn.params:
             return self._product(eqn, label, env)
-        literals = self.plan.graph.nodes[entry].literals
-        return self._native(eqn, env, literals)
+        return self._native(eqn, env, self.plan.graph.nodes[entry])
 
     def _as_it_was(self, eqn: Any, env: dict[Any, Cell]) -> list[Cell]:
         values = [self.read_full(cell_of(env, v), v.aval) for v in eqn.invars]
@@ -213,17 +212,18 @@ class Emitter:
         return cells
 
     def _native(
-        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
+        self, eqn: Any, env: dict[Any, Cell], node: Node
     ) -> list[Cell]:
         """Emits on half operands, with half results."""
-        values = self._half_operands(eqn, env, literals)
+        values = self._half_operands(eqn, env, node.literals)
         if eqn.primitive.name == "convert_element_type":
             target = eqn.params["new_dtype"]
             dtype = self.plan.half if target == FLOAT32 else target
             (x,) = values
             return [Cell(x if x.dtype == dtype else _compat.convert(x, dtype))]
         if eqn.primitive.name == "scatter-add":
-            outs = _compat.scatter_into_zeros(eqn, values)
+            sets = node.name == "scatter"
+            outs = _compat.scatter_half(eqn, values, never_meet=not sets)
         elif eqn.primitive.name == "reduce_sum" and _is_view(eqn):
             outs = [jax.lax.squeeze(values[0], eqn.params["axes"])]
         else:

@@ -14,6 +14,7 @@ from jmp_rewrite._graph.distinct import (
     NOWHERE,
     distinct_along,
     folded_index,
+    sets_elements,
     updates_are_disjoint,
 )
 from jmp_rewrite._graph.higher_order import HANDLERS
@@ -117,6 +118,7 @@ class Builder:
         self._bits: dict[Any, int] = {}
         self._kernels = Kernels(self.nodes, half)
         self._padded = Padded()
+        self._made_by: dict[Any, Any] = {}
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
     def sharing_key(self, jaxpr: Any, place: Place) -> Any:
@@ -239,6 +241,9 @@ class Builder:
     ) -> tuple[Any, list[Value | None]]:
         """Adds the node (or the lanes) of an equation that holds no jaxpr."""
         name = _name(eqn)
+        self._made_by.update(dict.fromkeys(eqn.outvars, eqn))
+        if name == "scatter-add" and sets_elements(eqn, self._made_by):
+            name = "scatter"
         operands = [_read(env, v) for v in eqn.invars]
         of_bits = self._follow_bits(eqn, operands)
         if name in LANES:

@@ -12,7 +12,7 @@ rows are distinct.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -133,6 +133,75 @@ def updates_are_disjoint(eqn: Any, known: frozenset[int], constant: Any) -> bool
     if np.ndim(constant) == 2 and not batching and (constant >= 0).all():
         return len(np.unique(constant, axis=0)) == len(constant)
     return len(several) == 1 and several <= known
+
+
+def sets_elements(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
+    """Whether a `scatter-add` is what JAX makes of `x.at[i].set(y)` to differentiate it.
+
+    Which of two updates of one place is kept, nobody knows. So JAX numbers the updates,
+    scatters the numbers and gathers them again. An update that finds its own number is
+    kept, the others become zeros, and so does `x` wherever there is a number: nothing is
+    added up.
+
+    Args:
+      eqn: the equation.
+      made_by: result -> the equation that makes it, for the jaxpr that it stands in.
+    """
+
+    def maker(atom: Any, name: str) -> Any:
+        found = None if hasattr(atom, "val") else made_by.get(atom)
+        return found if found is not None and found.primitive.name == name else None
+
+    def is_zero(atom: Any) -> bool:
+        filled = maker(atom, "broadcast_in_dim")
+        atom = atom if filled is None else filled.invars[0]
+        return hasattr(atom, "val") and not np.any(atom.val)
+
+    def picked(atom: Any) -> Any:
+        """The comparison that zeros take the place of a value where it fails."""
+        select = maker(atom, "select_n")
+        if select is None or len(select.invars) != 3 or not is_zero(select.invars[1]):
+            return None
+        return maker(select.invars[0], "eq")
+
+    operand, indices, updates = eqn.invars
+    kept = picked(updates)
+    found = None if kept is None else maker(kept.invars[1], "gather")
+    if found is None or found.invars[1] is not indices:
+        return False
+    numbered = maker(found.invars[0], "scatter")
+    numbers = kept.invars[0]
+    if numbered is None or any(
+        a is not b for a, b in zip(numbered.invars[1:], (indices, numbers), strict=True)
+    ):
+        return False
+    if not _counts(numbers, made_by) or not is_zero(numbered.invars[0]):
+        return False
+    free = picked(operand)
+    return is_zero(operand) or (
+        free is not None
+        and free.invars[0] is numbered.outvars[0]
+        and is_zero(free.invars[1])
+    )
+
+
+def _counts(atom: Any, made_by: Mapping[Any, Any]) -> bool:
+    """Whether integers are 1, 2, 3, ..., maybe repeated along new dimensions."""
+    plus_one = made_by.get(atom)
+    if plus_one is None or plus_one.primitive.name != "add":
+        return False
+    atom, one = plus_one.invars
+    filled = one if hasattr(one, "val") else made_by.get(one)
+    number = filled if hasattr(filled, "val") else filled and filled.invars[0]
+    if getattr(number, "val", None) != 1:
+        return False
+    while (made := made_by.get(atom)) is not None:
+        if made.primitive.name == "iota":
+            return True
+        if made.primitive.name not in ("broadcast_in_dim", "reshape"):
+            return False
+        atom = made.invars[0]
+    return False
 
 
 def _is_as_wide(eqn: Any) -> bool:

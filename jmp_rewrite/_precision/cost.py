@@ -104,6 +104,9 @@ ENDS_KERNEL = JOINTS | frozenset(
     }
 )
 
+# These read their operand from memory: no compiler computes it inside of them.
+SORTS = frozenset({"approx_top_k", "sort", "top_k"})
+
 # What reads a part of its operand.
 TAKES_APART = frozenset({"dynamic_slice", "slice", "split", "unstack"})
 
@@ -263,7 +266,8 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
         for n in graph.nodes
     ]
-    for apart in _taken_apart(graph, pins) | _joined(graph, pins):
+    sorted_ = {v.node for n in graph.nodes if n.name in SORTS for v in n.inputs}
+    for apart in _taken_apart(graph, pins) | _joined(graph, pins) | (sorted_ - {-1}):
         stored[apart] = True
     innermost = graph.innermost_loops()
     anchors = _anchors(graph, stored)

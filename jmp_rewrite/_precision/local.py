@@ -187,6 +187,8 @@ def _reduce_precision(node: Node) -> Category | None:
 
 
 def _scatter(node: Node) -> Category | None:
+    if node.eqn.primitive.name == "scatter-add":  # one that sets elements
+        return CLEAR
     return DENY if node.eqn.params.get("update_jaxpr") is not None else CLEAR
 
 

@@ -71,3 +71,61 @@ def test_a_gradient_that_may_be_added_up_is_added_up_in_float32(index):
     assert not scatters(MEETING[index], "scatter")
     for added in scatters(MEETING[index], "scatter-add"):
         assert dtypes_out(added) == ["float32"]
+
+
+def sets_rows(x, index):
+    buffer = jnp.zeros((N, D))
+    return buffer.at[index].set(x)
+
+
+def sets_elements_of_it(x, index):
+    return x.at[index, index % D].set(x[index % 4, 0] * 2.0)
+
+
+def adds_to_it(x, index):
+    return x.at[index].add(x * 2.0)
+
+
+def picks_by_another_index(x, index):
+    """What `set` becomes, but for the index that the numbers are gathered by."""
+    numbers = lax.iota(jnp.uint32, N) + jnp.ones(N, jnp.uint32)
+    found = jnp.zeros(N, jnp.uint32).at[index].set(numbers)[index[::-1]]
+    kept = jnp.where((numbers == found)[:, None], x, jnp.zeros_like(x))
+    return jnp.zeros_like(x).at[index].add(kept)
+
+
+def step_that(changes):
+    def step(w, x, index):
+        def loss(w):
+            h = changes(jnp.tanh(x @ w), index)
+            return jnp.mean(jnp.tanh(h @ jnp.ones((D, D)) / 9) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+    return step
+
+
+X = jax.random.normal(jax.random.key(2), (N, 8))
+W = jax.random.normal(jax.random.key(3), (8, D))
+MEETS = jnp.arange(N) // 2  # each place has two updates
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("sets", [sets_rows, sets_elements_of_it])
+def test_elements_that_are_set_are_moved_in_half(sets, policy):
+    """JAX adds masked updates where a `set` is differentiated; one of them is kept."""
+    step = mixed_precision(step_that(sets), policy)
+    with use_passes("none"):
+        jaxpr = jax.make_jaxpr(step)(W, X, MEETS)
+    # The first one is of the forward pass.
+    assert dtypes_out(eqns(jaxpr, "scatter-add")[0]) == [policy.removeprefix("mixed_")]
+    expected = step_that(sets)(W, X, MEETS)
+    np.testing.assert_allclose(step(W, X, MEETS), expected, rtol=2e-2, atol=2e-4)
+
+
+@pytest.mark.parametrize("adds", [adds_to_it, picks_by_another_index])
+def test_what_is_added_is_no_element_that_is_set(adds):
+    step = mixed_precision(step_that(adds), "mixed_bfloat16")
+    with use_passes("none"):
+        jaxpr = jax.make_jaxpr(step)(W, X, MEETS)
+    assert dtypes_out(eqns(jaxpr, "scatter-add")[0]) == ["float32"]

@@ -532,6 +532,24 @@ def chosen(stored, again, devices):
     return value
 
 
+@pytest.mark.parametrize("name", ["top_k", "sort", "tanh"])
+def test_what_is_sorted_is_stored(name):
+    """A sort reads its operand from memory; other readers add the bias themselves."""
+
+    def step(w1, b, w2, x):
+        def loss(w1):
+            h = x @ w1 + b[None]
+            h = lax.top_k(h, D)[0] if name == "top_k" else getattr(lax, name)(h)
+            return jnp.mean((h @ w2) ** 2)
+
+        return jax.grad(loss)(w1)
+
+    args = normal(D, D), normal(D), normal(D, D), normal(T, D)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    read = dtypes_in(eqns(jaxpr, name)[0])[0]
+    assert read == ("float32" if name == "tanh" else "bfloat16")
+
+
 def test_each_platform_reads_its_own():
     """The exact value where XLA computes it again, the stored one elsewhere."""
 
