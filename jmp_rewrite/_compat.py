@@ -320,8 +320,11 @@ def scatter_half(eqn: Any, values: Sequence[Any], never_meet: bool) -> list[Any]
     """
     params = eqn.params
     scatter = lax.scatter if never_meet else lax.scatter_add
+    operand, indices, updates = values
     out = scatter(
-        *values,
+        operand,
+        indices,
+        updates,
         params["dimension_numbers"],
         indices_are_sorted=params["indices_are_sorted"],
         unique_indices=never_meet or params["unique_indices"],

@@ -28,9 +28,9 @@ from jmp_rewrite._arguments import (
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._graph import REWRITTEN, Region, region
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
-from jmp_rewrite._precision import is_unscaled
+from jmp_rewrite._precision import is_unscaled, unreachable
 from jmp_rewrite._rewrite import decide, decide_traced, run, trace_call
-from jmp_rewrite._source import check_kind, name_of, user_level
+from jmp_rewrite._source import check_kind, name_of, user_level, where
 from jmp_rewrite._spelling import DTypeLike, PolicyName
 
 _LOGGER = logging.getLogger("jmp_rewrite")
@@ -177,6 +177,9 @@ def _rewritten(
         is_half = policy.compute_dtype == np.float16 and policy.loss_scale is not None
         if is_half and plan.rewrites and is_unscaled(plan.graph):
             _log_unscaled(name_of(fun))
+        for ending in unreachable(plan):
+            if ending.tolerance is not None and not ending.is_bounded:
+                _log_endless(where(ending.node.eqn), ending.tolerance, plan.half.name)
         with jax.named_scope(REWRITTEN):
             consts = _compat.constants(traced.closed)
             results = run(plan, consts, traced.arrays)
@@ -204,6 +207,17 @@ def _log_unscaled(name: str) -> None:
         "loss_scaling(...), or use mixed_bfloat16, which needs none. A policy with "
         "loss_scale=None says that it is meant.",
         name,
+    )
+
+
+@functools.lru_cache
+def _log_endless(line: str, tolerance: float, half: str) -> None:
+    """Logs, once, that a loop waits for what half precision may never reach."""
+    _LOGGER.warning(
+        "A while_loop at %s waits for a value below %g, which differences of %s values "
+        "may never reach: bound the number of iterations, or run the loop in "
+        "full_precision().",
+        *(line, tolerance, half),
     )
 
 

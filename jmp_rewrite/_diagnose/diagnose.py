@@ -25,7 +25,7 @@ from jmp_rewrite._loss_scaling import find_states
 from jmp_rewrite._passes import resolve
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
-from jmp_rewrite._source import check_kind, name_of
+from jmp_rewrite._source import check_kind, name_of, where
 
 # Rounding noise stays below: in bfloat16 the first step of Adam, which divides each
 # gradient by its own size, is off by 0.12 in a transformer without any fault.
@@ -176,6 +176,14 @@ class _Program:
         return evaluate(self.traced.closed, arrays, in_float32)
 
 
+def _endless(eqn: Any, own: int, reference: int, half: str) -> str:
+    return (
+        f"the loop at {where(eqn)} may never end: float32 left it after {reference:,} "
+        f"iterations, {half} was in it after {own:,}; bound the number of iterations, "
+        "or run the loop in full_precision()"
+    )
+
+
 def _diagnosis(
     name: str, program: _Program, policy: Policy, tolerance: float
 ) -> Diagnosis:
@@ -197,6 +205,8 @@ def _diagnosis(
             harmed[row] = max(harmed.get(row, 0.0), _as_counted(error))
     names = [path or "result" for path in traced.result_paths]
     spoilt = [r for r, bad in zip(rows, reference.is_spoilt, strict=True) if bad]
+    if shadow.endless:  # no result ever comes
+        errors = [float("inf")] * len(errors)
     return Diagnosis(
         name=name,
         diagnosed=policy,
@@ -206,6 +216,7 @@ def _diagnosis(
         tolerance=tolerance,
         spoilt=_first_spoilt(findings, spoilt),
         is_spoilt=bool(spoilt),
+        endless=[_endless(*loop, policy.compute_dtype.name) for loop in shadow.endless],
         spoilt_arguments=_spoilt_arguments(traced.arrays, paths),
         gradients=magnitudes,
         loss_scale=_loss_scale(traced.arguments),

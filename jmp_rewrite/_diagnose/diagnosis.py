@@ -48,13 +48,15 @@ class Diagnosis:
       results: path of a result -> its error: the norm of the difference over the norm
         of the reference. A result that is an argument with a small change, as new
         parameters are, is judged by the change. Inf where something is Inf or NaN that
-        should not be.
+        should not be, or where the program does not come to an end.
       noise: paths of results that are rounding noise in float32 already; their error is
         0.
       tolerance: the error that is fine.
       spoilt: the first equation of the reference itself that makes an Inf or NaN which
         reaches a result; None if there is none, or nobody knows where.
       is_spoilt: whether the reference itself returns Inf or NaN.
+      endless: loops that float32 had left long before the program was stopped in them,
+        a sentence each.
       spoilt_arguments: arguments that hold Inf or NaN.
       gradients: f32[80], how many values of the products of the backward pass have a
         magnitude of 2**-60, 2**-59 and so on; a sample of large arrays.
@@ -81,6 +83,7 @@ class Diagnosis:
     tolerance: float
     spoilt: Finding | None
     is_spoilt: bool
+    endless: Sequence[str]
     spoilt_arguments: Sequence[str]
     gradients: np.ndarray
     loss_scale: float | None
@@ -123,11 +126,12 @@ class Diagnosis:
         has been run: `policy_error` is its error. None if no overrides help, because
         the program casts to half itself; the policy that was diagnosed if that one
         meets the tolerance. None as well if gradients vanish or overflow and `scaling`
-        is the fix: overrides would do it by switching half precision off.
+        is the fix: overrides would do it by switching half precision off. And None if
+        the program does not come to an end.
         """
         if self.error <= self.tolerance:
             return self.diagnosed
-        if self.scaling:
+        if self.scaling or self.endless:
             return None
         ranked = candidates(self.in_order, self.equations, self.paths, RULES)
         found = smallest(ranked, self._is_enough)
@@ -153,7 +157,7 @@ class Diagnosis:
         """What else there is to say, a sentence each."""
         unscaled = self.loss_scale in (None, 1.0)
         about = self.scaling or (self._vanish() if unscaled else self._overflow())
-        advice = [self.about_reference, about]
+        advice = [self.about_reference, *self.endless, about]
         if not any(f.is_half for f in self.in_order):
             advice.append("nothing runs in half precision under this policy")
         if self.noise:
@@ -182,7 +186,7 @@ class Diagnosis:
         It is where gradients vanish, but not where Inf or NaN appear, which a larger
         scale makes more; and where gradients overflow that are scaled up.
         """
-        if self.error <= self.tolerance:
+        if self.error <= self.tolerance or self.endless:
             return ""
         if self.worst is not None and not self.worst.backward:
             return ""

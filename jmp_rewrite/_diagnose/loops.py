@@ -32,6 +32,10 @@ from jmp_rewrite._diagnose.states import (
     types_of,
 )
 
+# Once one of program and shadow has left a `while`, the other goes on for so many times
+# as many iterations, and so many more: it may never leave.
+_PATIENCE, _LEAST = 10, 1000
+
 
 def scan(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
     """Runs a `scan`, in the order in which it goes through its `xs`."""
@@ -132,7 +136,11 @@ def _slice_type(x: Any) -> Any:
 
 
 def while_(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
-    """Goes on until program and shadow have left; what has left stays as it is."""
+    """Goes on until program and shadow have left; what has left stays as it is.
+
+    A loop that waits for what half precision does not resolve never ends: after more
+    iterations than `_goes_on` allows, what it holds counts as its result.
+    """
     split = eqn.params["cond_nconsts"]
     first = split + eqn.params["body_nconsts"]
     tests, consts = pairs[:split], pairs[split:first]
@@ -158,7 +166,9 @@ def while_(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
     state = _first_rounds(e, eqn, step, (times, carry.start, on))
     if is_traced(state) or any(state[2]):
         state = _other_rounds(e, eqn, step, state)
-    times, states, _ = state
+    times, states, on = state
+    if not is_traced(state) and on[0] and not on[1]:
+        e.endless.append((eqn, int(times[0]), int(times[1])))
     row = e.add("branches", [], dtype="int32")
     e.count(row, Measured(times[:1], times[1:]), [])
     return [p.like(p.value, p.shadow, error_of(p)) for p in carry.results(states)]
@@ -170,7 +180,7 @@ def _first_rounds(e: Shadow, eqn: Any, step: Callable[..., Any], state: Any) -> 
     The state is (iterations of program and shadow, carries, whether they go on).
     """
     frames: dict[int, Frame] = {}
-    while not is_traced(state) and len(frames) < e.few and any(state[2]):
+    while not is_traced(state) and max(state[0]) < e.few and any(state[2]):
         times, states, on = state
         with e.counting() as frame, e.inside(eqn):
             states, after = step(states, on)
@@ -197,11 +207,17 @@ def _other_rounds(e: Shadow, eqn: Any, step: Callable[..., Any], state: Any) -> 
         return (_later(times, on), states, after), counted
 
     loop = functools.partial(
-        lax.while_loop, lambda both: both[0][2][0] | both[0][2][1], iteration
+        lax.while_loop, lambda both: _goes_on(both[0][0], both[0][2]), iteration
     )
     state, counted = compiled(loop, (state, traced.nothing(1)))
     traced.keep(counted)
     return state
+
+
+def _goes_on(times: tuple[Any, Any], on: tuple[Any, Any]) -> Any:
+    """Whether one of program and shadow is in the loop, and not far too long."""
+    until = _LEAST + _PATIENCE * jnp.minimum(*times)
+    return (on[0] & on[1]) | ((on[0] | on[1]) & (jnp.maximum(*times) < until))
 
 
 def _later(times: tuple[Any, Any], on: tuple[Any, Any]) -> tuple[Any, Any]:

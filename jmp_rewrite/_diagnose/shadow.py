@@ -47,10 +47,13 @@ class Shadow:
       frame: what is counted in the jaxpr that runs now.
       axes: mesh axes of the `shard_map` around that checks what varies over them.
       few: how many iterations of a loop run equation by equation.
+      endless: loops that the program was still in when it was stopped, each with the
+        iterations of the program and of its shadow.
     """
 
     def __init__(self, handlers: Mapping[str, Any], few: int) -> None:
         self.few = few
+        self.endless: list[tuple[Any, int, int]] = []
         self.rows: list[Row] = []
         self.frame = Frame()
         self.axes: tuple[str, ...] = ()

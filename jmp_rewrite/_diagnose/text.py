@@ -51,6 +51,7 @@ def summary(d: Any) -> list[str]:
     lines = [
         f"{d.name} under {d.diagnosed!r}",
         *filter(None, [d.about_reference]),
+        *d.endless,
         f"largest error of the {judged}: {error:.2g}"
         + (f" in {path!r}" if error else "")
         + f", {verdict} the tolerance of {d.tolerance:g}",
@@ -62,12 +63,12 @@ def summary(d: Any) -> list[str]:
     first = d.first_nonfinite
     if first and d.worst and first.index != d.worst.index:
         lines.append(f"first Inf or NaN: {place(first)}: {d.why(first)}")
-    said = (d.about_reference, d.scaling)
+    said = (d.about_reference, d.scaling, *d.endless)
     return [*lines, *(a for a in d.advice if a not in said)]
 
 
 def _policy_lines(d: Any) -> list[str]:
-    if d.error <= d.tolerance or d.scaling:
+    if d.error <= d.tolerance or d.scaling or d.endless:
         return []
     if d.policy is None:
         return ["no scopes or rules bring it under: the program rounds to half itself"]

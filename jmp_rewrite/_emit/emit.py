@@ -211,9 +211,7 @@ class Emitter:
             cells.append(cell)
         return cells
 
-    def _native(
-        self, eqn: Any, env: dict[Any, Cell], node: Node
-    ) -> list[Cell]:
+    def _native(self, eqn: Any, env: dict[Any, Cell], node: Node) -> list[Cell]:
         """Emits on half operands, with half results."""
         values = self._half_operands(eqn, env, node.literals)
         if eqn.primitive.name == "convert_element_type":

@@ -205,12 +205,10 @@ def _finish(fun: Any, args: Sequence[Any]) -> list[Any]:
 class _Emitter(Emitter):
     """Emits a program once more; what is rounded already is not rounded again."""
 
-    def _native(
-        self, eqn: Any, env: dict[Any, Cell], literals: dict[int, Any]
-    ) -> list[Cell]:
+    def _native(self, eqn: Any, env: dict[Any, Cell], node: Node) -> list[Cell]:
         if eqn.primitive.name == "rounding":
-            return [Cell(x) for x in self._half_operands(eqn, env, literals)]
-        return super()._native(eqn, env, literals)
+            return [Cell(x) for x in self._half_operands(eqn, env, node.literals)]
+        return super()._native(eqn, env, node)
 
 
 def _emitted(

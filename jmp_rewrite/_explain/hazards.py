@@ -6,15 +6,13 @@ end; a number far larger than the values that it is added to leaves few of their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 
-from jmp_rewrite._graph import Graph, Loop, Node
-from jmp_rewrite._precision import Plan
-
-_COMPARISONS = frozenset({"ge", "gt", "le", "lt"})
+from jmp_rewrite._graph import Graph, Node
+from jmp_rewrite._precision import Plan, unreachable
 
 
 def hazards(plan: Plan, line_of: Callable[[Any], str]) -> list[str]:
@@ -26,7 +24,7 @@ def hazards(plan: Plan, line_of: Callable[[Any], str]) -> list[str]:
     """
     epsilon = float(ml_dtypes.finfo(plan.half).eps)
     made = set(range(len(plan.graph.nodes))) - plan.pins.exact
-    found = [*_waits(plan.graph, made, epsilon), *_hides(plan.graph, made, epsilon)]
+    found = [*_waits(plan, epsilon), *_hides(plan.graph, made, epsilon)]
     sentences = []
     for node, text in found:
         line = line_of(node.eqn)
@@ -35,26 +33,17 @@ def hazards(plan: Plan, line_of: Callable[[Any], str]) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-def _waits(graph: Graph, made: set[int], epsilon: float) -> Iterator[tuple[Node, str]]:
-    """Yields comparisons of a `while` with a tolerance below the resolution."""
-    for loop in graph.loops:
-        if loop.eqn.primitive.name != "while":
-            continue
-        for node in _compared(graph, loop):
-            tolerance = next(iter(node.literals.values()))
-            if 0 < abs(float(tolerance)) < epsilon and _reads(node, made):
-                yield (
-                    node,
-                    f"A while_loop{{where}} waits for a value below {tolerance:g}, "
-                    f"which differences of {{half}} values may never reach (its "
-                    f"epsilon is {epsilon:.2g}): bound the number of iterations, or "
-                    "run the loop in full_precision().",
-                )
-
-
-def _compared(graph: Graph, loop: Loop) -> Sequence[Node]:
-    inside = (graph.nodes[n] for n in loop.nodes)
-    return [n for n in inside if n.name in _COMPARISONS and len(n.literals) == 1]
+def _waits(plan: Plan, epsilon: float) -> Iterator[tuple[Node, str]]:
+    """Yields what loops wait for, below the resolution."""
+    for node, tolerance, _ in unreachable(plan):
+        number = "a number that it is given"
+        below = number if tolerance is None else f"{tolerance:g}"
+        yield (
+            node,
+            f"A while_loop{{where}} waits for a value below {below}, which differences "
+            f"of {{half}} values may never reach (its epsilon is {epsilon:.2g}): bound "
+            "the number of iterations, or run the loop in full_precision().",
+        )
 
 
 def _hides(graph: Graph, made: set[int], epsilon: float) -> Iterator[tuple[Node, str]]:

@@ -136,16 +136,16 @@ def updates_are_disjoint(eqn: Any, known: frozenset[int], constant: Any) -> bool
 
 
 def sets_elements(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
-    """Whether a `scatter-add` is what JAX makes of `x.at[i].set(y)` to differentiate it.
+    """Whether a `scatter-add` is what JAX makes of a differentiated `x.at[i].set(y)`.
 
     Which of two updates of one place is kept, nobody knows. So JAX numbers the updates,
     scatters the numbers and gathers them again. An update that finds its own number is
-    kept, the others become zeros, and so does `x` wherever there is a number: nothing is
-    added up.
+    kept, the others become zeros, and so does `x` wherever there is a number: nothing
+    is added up.
 
     Args:
       eqn: the equation.
-      made_by: result -> the equation that makes it, for the jaxpr that it stands in.
+      made_by: result -> the equation that makes it, in the jaxpr that it stands in.
     """
 
     def maker(atom: Any, name: str) -> Any:

@@ -3,6 +3,7 @@
 from jmp_rewrite._precision import decide, parameters, pinning
 from jmp_rewrite._precision.cost import ENDS_KERNEL, FLOAT32_BYTES, HALF_BYTES, ONE_LINE
 from jmp_rewrite._precision.decide import Label, Plan
+from jmp_rewrite._precision.endings import Ending, unreachable
 from jmp_rewrite._precision.origins import lookups
 from jmp_rewrite._precision.parameters import ParameterPath, key_names
 from jmp_rewrite._precision.pins import Pins
@@ -14,6 +15,7 @@ from jmp_rewrite._precision.whole_step import (
 
 __all__ = [
     "ENDS_KERNEL",
+    "Ending",
     "FLOAT32_BYTES",
     "HALF_BYTES",
     "Label",
@@ -29,4 +31,5 @@ __all__ = [
     "parameters",
     "pinning",
     "rewritten_dtype",
+    "unreachable",
 ]

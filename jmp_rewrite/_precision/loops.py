@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from jmp_rewrite._graph import EITHER, Graph, Loop, Value, is_backward, reached
 from jmp_rewrite._precision.origins import (
     MOVES,
     leads_to_product,
     made_by_products,
+    moves,
     up_to_exponents,
 )
 from jmp_rewrite._rules import Category
@@ -22,7 +23,7 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
     A loop over train steps also multiplies a carry (the weights) by slices (batches):
     it is told apart because its body holds a backward pass of its own.
     """
-    streams: set[int] = set()
+    streams: dict[int, set[Hashable]] = {}
     consumers = graph.consumers()
     made = made_by_products(graph, categories) if graph.loops else set()
     for loop in graph.loops:
@@ -32,13 +33,29 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
         within = loop.nodes.__contains__
         for received, handed_on in loop.carries:
             ahead = reached([received], consumers, within)
-            if any(
-                any(v.node in ahead for v in graph.nodes[product].inputs)
-                and handed_on in reached([product], consumers, within)
+            layers = [
+                product
                 for product in products
-            ):
-                streams.add(received)
-    return streams
+                if any(v.node in ahead for v in graph.nodes[product].inputs)
+                and handed_on in reached([product], consumers, within)
+            ]
+            if layers:
+                streams[received] = {w for n in layers for w in products[n]}
+    return streams.keys() - _undone(graph, streams)
+
+
+def _undone(graph: Graph, streams: Mapping[int, set[Hashable]]) -> set[int]:
+    """Returns the streams that a scan takes over from another one of the same weights.
+
+    That is an iteration, or an inverse, as that of a reversible network.
+    """
+    found: set[int] = set()
+    for received, weights in streams.items():
+        begin = graph.nodes[received].inputs[0].node
+        before = moves(graph, begin)[-1] if begin >= 0 else -1
+        if not weights.isdisjoint(streams.get(before, ())):
+            found |= {received, before}
+    return found
 
 
 def recurrent_activations(
@@ -203,22 +220,23 @@ def _layer_products(
     loop: Loop,
     categories: Sequence[Category | None],
     made: set[int],
-) -> list[int]:
-    """Returns the products of a loop with an operand that is a slice of weights."""
-    moved: set[int] = set()
+) -> dict[int, set[Hashable]]:
+    """Returns the products of a loop with slices of weights, and of which arrays."""
+    moved: dict[int, Hashable] = {}
 
-    def is_slice(value: Value) -> bool:
+    def array(value: Value) -> Hashable:
         if value.slice_of == loop.token:
-            return value.node not in made
-        return value.node in moved
+            is_exact = value.node not in made
+            return (value.node, value.argument) if is_exact else None
+        return moved.get(value.node)
 
-    products = []
+    products: dict[int, set[Hashable]] = {}
     for index in loop.nodes:
         node = graph.nodes[index]
         if categories[index] is Category.ALLOW:
-            if any(map(is_slice, node.inputs)):
-                products.append(index)
+            if weights := {array(v) for v in node.inputs} - {None}:
+                products[index] = weights
         elif categories[index] is Category.CLEAR and len(node.inputs) == 1:
-            if is_slice(node.inputs[0]):
-                moved.add(index)
+            if (source := array(node.inputs[0])) is not None:
+                moved[index] = source
     return products

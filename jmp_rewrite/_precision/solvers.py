@@ -33,7 +33,7 @@ def inside_solvers(graph: Graph, products: set[int], state: set[int]) -> set[int
       products: its matrix multiplications on half operands.
       state: the nodes that hold state.
     """
-    own = [x for x in graph.loops if _updates(x, state) and _asks_floats(x.eqn)]
+    own = [x for x in graph.loops if _updates(x, state) and ends_by_floats(x.eqn)]
     inside = {n for loop in own for n in loop.nodes}
     if inside.isdisjoint(products):
         return set()
@@ -53,7 +53,7 @@ def _updates(loop: Loop, state: set[int]) -> bool:
     return any(received in state for received, _ in carries)
 
 
-def _asks_floats(eqn: Any) -> bool:
+def ends_by_floats(eqn: Any) -> bool:
     """Whether the end of a `while` depends on a comparison of float values.
 
     An integer that is made of floats, as the next token is, asks for none.

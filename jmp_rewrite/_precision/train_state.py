@@ -13,6 +13,8 @@ with *weights of its own*. So an update of a value `x` by `u(x)` is one of a sta
   step, whatever `x` is;
 - or all weights that stand between `x` and `u` have been used for an earlier update of
   the same value: an iteration, not a layer;
+- or `u` is taken off, and an earlier update by the same weights was added: the inverse
+  of a layer, by which a reversible network computes its input again;
 - or each of them stands there twice: an operator and its transpose, as in the gradient
   of a square that somebody wrote by hand, not a layer that two inputs share;
 - or `x` comes from an argument and its updates reach a result of the same shape.
@@ -20,6 +22,7 @@ with *weights of its own*. So an update of a value `x` by `u(x)` is one of a sta
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -63,12 +66,19 @@ class Update(NamedTuple):
       weights: the operands of the multiplications between the old value and the update
         that do not depend on the old value, by name.
       is_state: whether this update alone tells that the value is state.
+      depends: whether the update depends on the old value at all.
+      since: with what weights the update was made since the last sums before it, if the
+        program uses all of them more than once.
+      sign: whether the update is added, 1, or taken off, -1.
     """
 
     node: int
     base: int
     weights: frozenset[Hashable]
     is_state: bool
+    depends: bool = True
+    since: frozenset[Hashable] = frozenset()
+    sign: int = 1
 
 
 def train_state(
@@ -90,8 +100,8 @@ def train_state(
     walk = _Walk(graph, products, made)
     updates = [u for node in graph.nodes for u in walk.updates(node)]
     carried = {i for loop in graph.loops for i, _ in loop.carries} - streams
-    state = _chains(updates, carried)
-    layers = {u.node for u in updates} - state
+    state = _chains(updates, carried) | (_undone(updates) & walk.sums)
+    layers = {u.node for u in updates if u.depends} - state
     state |= walk.between(state)
     state |= _paths(graph, categories, layers)
     return state | _carried(graph, categories, streams)
@@ -102,7 +112,7 @@ def _chains(updates: Sequence[Update], carried: set[int]) -> set[int]:
     state: set[int] = set(carried)
     seen: dict[int, frozenset[Hashable]] = {}
     before: dict[int, set[int]] = {}
-    for update in updates:
+    for update in (u for u in updates if u.depends):
         earlier = seen.get(update.base)
         repeats = earlier is not None and update.weights <= earlier
         if update.base in seen:
@@ -110,17 +120,42 @@ def _chains(updates: Sequence[Update], carried: set[int]) -> set[int]:
         known = seen.get(update.node, frozenset())
         seen[update.node] = known | update.weights | (earlier or frozenset())
         if update.is_state or repeats or update.base in state:
-            state.add(update.node)
-            stack = [update.node]
-            while stack:
-                bases = before.get(stack.pop(), set()) - state
-                state |= bases
-                stack += bases
+            _add_chain(state, update.node, before)
     return state - carried
 
 
+def _undone(updates: Sequence[Update]) -> set[int]:
+    """Returns the chains of updates in which what is added is taken off again."""
+    state: set[int] = set()
+    added: dict[int, frozenset[Hashable]] = {}
+    before: dict[int, set[int]] = {}
+    for update in updates:
+        earlier = added.get(update.base, frozenset())
+        own = {(update.sign, w) for w in update.since}
+        undone = {(-update.sign, w) for w in update.since}
+        before.setdefault(update.node, set()).add(update.base)
+        added[update.node] = added.get(update.node, frozenset()) | own | earlier
+        if (undone and undone <= earlier) or update.base in state:
+            _add_chain(state, update.node, before)
+    return state
+
+
+def _add_chain(state: set[int], node: int, before: Mapping[int, set[int]]) -> None:
+    """Adds an update, and all that came before it."""
+    state.add(node)
+    stack = [node]
+    while stack:
+        bases = before.get(stack.pop(), set()) - state
+        state |= bases
+        stack += bases
+
+
 class _Walk:
-    """Follows values back through a graph."""
+    """Follows values back through a graph.
+
+    Attributes:
+      sums: what may be an update, of those that `updates` was asked for.
+    """
 
     def __init__(self, graph: Graph, products: set[int], made: set[int]) -> None:
         self._nodes = graph.nodes
@@ -132,6 +167,9 @@ class _Walk:
         backward = (n.index for n in graph.nodes if is_backward(n))
         self._after_backward = reached(backward, self._consumers)
         self._bases: dict[int, frozenset[int]] = {}
+        uses = Counter(w for n in products for w in self._weights(graph.nodes[n]))
+        self._reused = {weight for weight, count in uses.items() if count > 1}
+        self.sums: set[int] = set()
 
     def updates(self, node: Node) -> Iterable[Update]:
         """Returns how a node updates values, of each that it may be an update of."""
@@ -146,12 +184,19 @@ class _Walk:
             for other in [*node.inputs[:position], *node.inputs[position + 1 :]]:
                 if other.node < 0 or other.node not in self._made:
                     continue
+                is_sum = node.name in _ADDS and not (node.name == "sub" and position)
+                since = self._since(other.node) if is_sum else frozenset()
+                sign = -1 if node.name == "sub" else 1
                 for base in self.bases(old):
-                    if other.node <= base or not self._is_old(base, node, size):
-                        continue
-                    update = self._update(node, base, other.node)
+                    update = None
+                    if other.node > base and self._is_old(base, node, size):
+                        update = self._update(node, base, other.node)
+                    if update is None and since and self._is_forward(base, size):
+                        update = Update(node.index, base, frozenset(), False, False)
                     if update is not None:
-                        yield update
+                        yield update._replace(since=since, sign=sign)
+                if is_sum:
+                    self.sums.add(node.index)
 
     def _is_old(self, base: int, node: Node, size: int) -> bool:
         """Whether a value has the size of its update, in the same pass."""
@@ -159,6 +204,39 @@ class _Walk:
             return not is_backward(node)
         old = self._nodes[base]
         return old.size == size and is_backward(old) == is_backward(node)
+
+    def _is_forward(self, base: int, size: int) -> bool:
+        """Whether a value of this size is one of a forward pass, and no argument."""
+        old = self._nodes[base]
+        return base >= 0 and old.size == size and not is_backward(old)
+
+    def _weights(self, product: Node) -> list[Hashable]:
+        """Returns which exact arrays a product reads, and how, by name."""
+        return [
+            (self._roots.root(v), _dimensions(product, v))
+            for v in product.inputs
+            if v.node not in self._made
+        ]
+
+    def _since(self, node: int) -> frozenset[Hashable]:
+        """Returns the weights of the products behind the sums that lead to a node.
+
+        None if one of them is used only here.
+        """
+        found: set[Hashable] = set()
+        seen: set[int] = set()
+        stack = [node] if self._reused else []
+        while stack:
+            index = stack.pop()
+            if index in seen or index in self.sums:
+                continue
+            seen.add(index)
+            if index in self._products:
+                found.update(self._weights(self._nodes[index]))
+            if not found <= self._reused or len(seen) > _LONGEST_WALK:
+                return frozenset()
+            stack += self._predecessors[index]
+        return frozenset(found)
 
     def bases(self, value: Value) -> frozenset[int]:
         """Returns the old values that a value may be, moved and scaled."""
@@ -353,13 +431,18 @@ class _Walk:
 
 def _contracted(product: Node, value: Value) -> Hashable:
     """Returns which array a product reads, and which of its dimensions it sums up."""
+    return value.node, value.argument, value.slice_of, _dimensions(product, value)
+
+
+def _dimensions(product: Node, value: Value) -> str:
+    """Returns the dimensions of an operand that a product sums up."""
     numbers = product.eqn.params.get("dimension_numbers")
     if product.name == "dot_general":
         operand = next(n for n, v in enumerate(product.inputs) if v is value)
         numbers = numbers[0][operand] if len(product.inputs) == 2 else numbers[0]
     elif product.name == "conv_general_dilated":
         numbers = numbers.rhs_spec
-    return value.node, value.argument, value.slice_of, str(numbers)
+    return str(numbers)
 
 
 def _reads_argument(node: Node) -> bool:

@@ -446,3 +446,20 @@ def test_healthy_layers_are_called_healthy():
         ]
         diagnosis = diagnose(step, "mixed_bfloat16")(params, tx.init(params))
         assert diagnosis.error < diagnosis.tolerance
+
+
+def test_a_loop_that_never_ends_in_half_is_named():
+    w = normal(8, 8, scale=0.2)
+
+    def step(state):
+        new = jnp.tanh(state[0] @ w + normal(4, 8))
+        return new, jnp.abs(new - state[0]).max()
+
+    def fun(x):
+        return jax.lax.while_loop(lambda s: s[1] > 1e-6, step, (x, jnp.float32(1)))[0]
+
+    diagnosis = diagnose(fun, "mixed_bfloat16")(normal(4, 8, seed=1))
+    (said,) = diagnosis.endless
+    assert "test_diagnose.py" in said and said in " ".join(str(diagnosis).split())
+    assert diagnosis.error == np.inf and diagnosis.policy is None
+    assert not diagnose(fun, "float32")(normal(4, 8, seed=1)).endless

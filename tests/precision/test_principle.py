@@ -250,6 +250,56 @@ def test_scanned_layers_are_no_state():
     assert dtypes_out(scores) == ["bfloat16"]
 
 
+def coupled(streams, ws):
+    a, b = streams
+    a = a + jnp.tanh(b @ ws[0]) @ ws[1]
+    return a, b + jnp.tanh(a @ ws[2]) @ ws[3]
+
+
+def uncoupled(streams, ws):
+    a, b = streams
+    b = b - jnp.tanh(a @ ws[2]) @ ws[3]
+    return a - jnp.tanh(b @ ws[0]) @ ws[1], b
+
+
+def reversible(ws, x, inverse, scanned):
+    """Layers of two streams, and their inverse, or as many layers more."""
+    streams, depth = (x @ ws[0, 0], x @ ws[0, 1]), len(ws) // 2
+    back = uncoupled if inverse else coupled
+    first = ws[:depth]
+    second = first if inverse else ws[depth:]
+    if scanned:
+        both = [(coupled, first), (back, second)]
+        for layer, own in both:
+            step = lambda c, w, layer=layer: (layer(c, w), None)  # noqa: E731
+            streams, _ = lax.scan(step, streams, own, reverse=layer is uncoupled)
+    else:
+        for i in range(depth):
+            streams = coupled(streams, first[i])
+        for i in range(depth):
+            streams = back(streams, second[depth - 1 - i if inverse else i])
+    return (streams[0] + streams[1]) @ ws[0, 2]
+
+
+@both
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("inverse", [False, True])
+def test_a_stream_that_is_taken_apart_again_is_state(inverse, scanned, policy):
+    """A reversible network computes its input again, and its errors with it."""
+    (ws,) = weights((6, 4, W, W))
+    x = jnp.ones((32, W))
+    jaxpr = rewritten(lambda w, x: reversible(w, x, inverse, scanned), ws, x)
+    # What the last product reads is one sum more.
+    streams = sums(jaxpr, (32, W))[:-1]
+    if scanned:
+        streams = [d for e in eqns(jaxpr, "scan") for d in dtypes_out(e)]
+    assert len(streams) > 3
+    if inverse:
+        assert set(streams) == {"float32"}
+    else:
+        assert "float32" not in streams or is_stored_in_half(jaxpr, (32, W))
+
+
 def test_a_carry_through_a_denied_primitive_is_float32():
     w, x = weights((W, W), (4, W))
 
@@ -588,22 +638,69 @@ def test_small_values_are_not_stored_in_half(size, half):
     assert not kept or half
 
 
-def test_advice_on_a_loop_that_may_never_end():
+def fixed_point(is_near, w):
+    """Iterates a layer until two results in a row are near."""
+
+    def wait(state):
+        return ~state[1]
+
+    def step(state):
+        new = jnp.tanh(state[0] @ w)
+        return new, is_near(new, state[0])
+
+    return lambda x: lax.while_loop(wait, step, (x, jnp.asarray(False)))[0]
+
+
+NEAR = {
+    "largest": lambda a, b, tol: jnp.max(jnp.abs(a - b)) < tol,
+    "norm": lambda a, b, tol: jnp.linalg.norm(a - b) <= tol * (1 + jnp.linalg.norm(b)),
+    "square": lambda a, b, tol: jnp.sum(jnp.square(a - b)) < tol**2,
+    "share": lambda a, b, tol: (
+        jnp.sqrt(jnp.mean(jnp.square((a - b) / (tol + tol * jnp.abs(b))))) < 1
+    ),
+    "allclose": lambda a, b, tol: jnp.allclose(a, b, rtol=tol, atol=tol),
+}
+
+
+@pytest.mark.parametrize("near", NEAR.values(), ids=NEAR)
+def test_advice_on_a_loop_that_may_never_end(near):
     w, x = weights((W, W), (W, W))
 
-    def iterated(tolerance):
-        def wait(state):
-            return state[1] > tolerance
+    def advice(tolerance):
+        fun = fixed_point(lambda a, b: near(a, b, tolerance), w)
+        return " ".join(explain(fun, "bfloat16")(x).advice)
 
-        def step(state):
-            new = jnp.tanh(state[0] @ w)
-            return new, jnp.max(jnp.abs(new - state[0]))
+    assert "waits for a value below 1e-" in advice(1e-5)
+    assert "full_precision" in advice(1e-5)
+    assert "waits" not in advice(0.25)
 
-        return lambda x: lax.while_loop(wait, step, (x, jnp.float32(1)))[0]
 
-    advice = " ".join(explain(iterated(1e-5), "bfloat16")(x).advice)
-    assert "waits for a value below 1e-05" in advice and "full_precision" in advice
-    assert "waits" not in " ".join(explain(iterated(0.1), "bfloat16")(x).advice)
+def test_advice_on_a_loop_whose_tolerance_is_an_argument():
+    w, x = weights((W, W), (W, W))
+
+    def fun(x, tolerance):
+        return fixed_point(lambda a, b: NEAR["largest"](a, b, tolerance), w)(x)
+
+    advice = " ".join(explain(fun, "bfloat16")(x, jnp.float32(1e-5)).advice)
+    assert "waits for a value below a number that it is given" in advice
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_loop_that_may_never_end_is_logged_where_it_is_traced(bounded, caplog):
+    w, x = weights((W, W), (W, W))
+
+    def wait(state):
+        is_far = state[1] > 1e-5
+        return is_far & (state[2] < 100) if bounded else is_far
+
+    def step(state):
+        new = jnp.tanh(state[0] @ w)
+        return new, jnp.max(jnp.abs(new - state[0])), state[2] + 1
+
+    begin = (x, jnp.float32(1), 0)
+    rewritten(lambda x: lax.while_loop(wait, step, (x, *begin[1:]))[0], x)
+    assert ("waits for a value below 1e-05" in caplog.text) != bounded
+    assert bounded or "test_principle.py" in caplog.text
 
 
 def test_advice_on_a_number_that_hides_what_it_is_added_to():

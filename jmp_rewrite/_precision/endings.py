@@ -1,0 +1,96 @@
+"""Loops that wait for a difference smaller than the compute dtype resolves.
+
+A fixed point is iterated until it moves by less than a tolerance. If a matrix
+multiplication of half operands makes it, it may go on moving by half's last digit for
+ever, whoever writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import ml_dtypes
+
+from jmp_rewrite import _compat
+from jmp_rewrite._graph import Graph, Loop, Node, Value
+from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._precision.solvers import ends_by_floats
+from jmp_rewrite._rules import MOVES
+
+_COMPARISONS = frozenset({"ge", "gt", "le", "lt"})
+# Between a difference and what it is compared with: norms, and tolerances of their own.
+_MEASURES = MOVES | {
+    "abs",
+    "add",
+    "div",
+    "integer_pow",
+    "max",
+    "mul",
+    "reduce_max",
+    "reduce_sum",
+    "sqrt",
+    "square",
+}
+
+
+class Ending(NamedTuple):
+    """A comparison that a loop waits for.
+
+    Attributes:
+      node: the comparison.
+      tolerance: what the difference has to fall below; None if it is an argument.
+      is_bounded: whether the number of iterations is bounded as well.
+    """
+
+    node: Node
+    tolerance: float | None
+    is_bounded: bool
+
+
+def unreachable(plan: Plan) -> Iterator[Ending]:
+    """Yields what `while` loops wait for, and may never see in the compute dtype."""
+    graph = plan.graph
+    epsilon = float(ml_dtypes.finfo(plan.half).eps)
+    loops = [x for x in graph.loops if x.eqn.primitive.name == "while"]
+    for loop in (x for x in loops if ends_by_floats(x.eqn)):
+        for index in loop.nodes:
+            node = graph.nodes[index]
+            exact = [v.node in plan.pins.exact or v.node < 0 for v in node.inputs]
+            if node.name not in _COMPARISONS or all(exact):
+                continue
+            small = [x for x in _numbers(graph, loop, node) if x < epsilon]
+            is_given = any(_is_given(v) for v in node.inputs)
+            if small or is_given:
+                tolerance = None if is_given else min(small)
+                yield Ending(node, tolerance, _is_bounded(loop))
+
+
+def _is_given(value: Value) -> bool:
+    """Whether a value is a number that the program is called with."""
+    return value.argument >= 0 and not value.aval.shape
+
+
+def _numbers(graph: Graph, loop: Loop, node: Node) -> Iterator[float]:
+    """Yields the positive numbers that a difference is compared with, or divided by."""
+    seen: set[int] = set()
+    stack = [node.index]
+    while stack:
+        index = stack.pop()
+        found = graph.nodes[index]
+        if index in seen or index not in loop.nodes:
+            continue
+        if index != node.index and found.name not in _MEASURES:
+            continue
+        seen.add(index)
+        yield from (abs(float(x)) for x in found.literals.values() if x)
+        stack += [v.node for v in found.inputs]
+
+
+def _is_bounded(loop: Loop) -> bool:
+    """Whether integers are compared as well, as a number of iterations is."""
+    test = _compat.open_jaxpr(loop.eqn.params["cond_jaxpr"])
+    return any(
+        e.primitive.name in _COMPARISONS and e.invars[0].aval.dtype.kind in "iu"
+        for e in test.eqns
+    )
