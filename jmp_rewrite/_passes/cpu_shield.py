@@ -63,8 +63,8 @@ def cpu_shield(editor: Editor) -> None:
             (own,) = editor.choose(body, index, [var], [], branches, required=True)
             editor.read(body, index, position, own)
         editor.set_params(body, index, dimension_numbers=numbers)
-        (kept,) = editor.insert(body, index, _to_float32, out, after=True)
-        editor.read_instead(body, out, kept)
+        branches = {Where((CPU,)): _to_float32}
+        editor.choose_instead(body, out, [], branches, required=True)
 
 
 def batch_first(
