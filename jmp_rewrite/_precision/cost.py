@@ -106,6 +106,8 @@ ENDS_KERNEL = JOINTS | frozenset(
 
 # These read their operand from memory: no compiler computes it inside of them.
 SORTS = frozenset({"approx_top_k", "sort", "top_k"})
+# What stands between a matrix multiplication and a sort of its biased result.
+_BIASES = MOVES | {"add", "max", "min", "neg", "select_n", "sub"}
 
 # What reads a part of its operand.
 TAKES_APART = frozenset({"dynamic_slice", "slice", "split", "unstack"})
@@ -266,8 +268,8 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         n.name in ENDS_KERNEL or pins.categories[n.index] is Category.ALLOW
         for n in graph.nodes
     ]
-    sorted_ = {v.node for n in graph.nodes if n.name in SORTS for v in n.inputs}
-    for apart in _taken_apart(graph, pins) | _joined(graph, pins) | (sorted_ - {-1}):
+    parts = _taken_apart(graph, pins) | _joined(graph, pins)
+    for apart in parts | _sorted(graph, pins):
         stored[apart] = True
     innermost = graph.innermost_loops()
     anchors = _anchors(graph, stored)
@@ -339,6 +341,27 @@ def _taken_apart(graph: Graph, pins: Pins) -> set[int]:
     whole = (n for n, size in parts.items() if size >= graph.nodes[n].size)
     found = {_moved(n, graph, pins) for n in whole} - _offset(graph)
     return found - loops.of_carried_states(graph, pins.reads_half)
+
+
+def _sorted(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what is sorted of the biased results of products.
+
+    Their order is that of half numbers in any case. The probabilities of a router are
+    float32 values, and half of them would be ties.
+    """
+    products: set[int] = set()
+    biased: set[int] = set()
+    for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
+        index, sources = node.index, {v.node for v in large}
+        if pins.categories[index] is Category.ALLOW:
+            products.add(index)
+        elif node.name in _BIASES and (made := sources & (products | biased)):
+            others = sources - made
+            if all(n < 0 or n in pins.exact for n in others):
+                is_moved = node.name in MOVES and made <= products
+                (products if is_moved else biased).add(index)
+    sorts = (n for n in graph.nodes if n.name in SORTS)
+    return {v.node for n in sorts for v in n.inputs} & biased
 
 
 def _offset(graph: Graph) -> set[int]:

@@ -550,6 +550,21 @@ def test_what_is_sorted_is_stored(name):
     assert read == ("float32" if name == "tanh" else "bfloat16")
 
 
+def test_the_probabilities_of_a_router_are_sorted_in_float32():
+    """Half numbers would make ties of them."""
+
+    def step(w1, b, w2, x):
+        def loss(w1):
+            chosen, experts = lax.top_k(jax.nn.softmax(x @ w1 + b[None]), 4)
+            return jnp.mean((chosen @ w2[:4] * x[experts[:, 0]]) ** 2)
+
+        return jax.grad(loss)(w1)
+
+    args = normal(D, D), normal(D), normal(D, D), normal(T, D)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    assert dtypes_in(eqns(jaxpr, "top_k")[0])[0] == "float32"
+
+
 def test_each_platform_reads_its_own():
     """The exact value where XLA computes it again, the stored one elsewhere."""
 
