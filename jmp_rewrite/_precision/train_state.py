@@ -70,6 +70,8 @@ class Update(NamedTuple):
       since: with what weights the update was made since the last sums before it, if the
         program uses all of them more than once.
       sign: whether the update is added, 1, or taken off, -1.
+      is_later: whether the update was made after the old value. What was made before it
+        may be what the old value was made of, as with a straight-through estimator.
     """
 
     node: int
@@ -79,6 +81,7 @@ class Update(NamedTuple):
     depends: bool = True
     since: frozenset[Hashable] = frozenset()
     sign: int = 1
+    is_later: bool = True
 
 
 def train_state(
@@ -135,7 +138,8 @@ def _undone(updates: Sequence[Update]) -> set[int]:
         undone = {(-update.sign, w) for w in update.since}
         before.setdefault(update.node, set()).add(update.base)
         added[update.node] = added.get(update.node, frozenset()) | own | earlier
-        if (undone and undone <= earlier) or update.base in state:
+        is_undone = update.is_later and undone and undone <= earlier
+        if is_undone or update.base in state:
             _add_chain(state, update.node, before)
     return state
 
@@ -194,7 +198,8 @@ class _Walk:
                     if update is None and since and self._is_forward(base, size):
                         update = Update(node.index, base, frozenset(), False, False)
                     if update is not None:
-                        yield update._replace(since=since, sign=sign)
+                        is_later = other.node > base
+                        yield update._replace(since=since, sign=sign, is_later=is_later)
                 if is_sum:
                     self.sums.add(node.index)
 
