@@ -109,6 +109,9 @@ SORTS = frozenset({"approx_top_k", "sort", "top_k"})
 # What stands between a matrix multiplication and a sort of its biased result.
 _BIASES = MOVES | {"add", "max", "min", "neg", "select_n", "sub"}
 
+# How a share of a cotangent is computed.
+_SHARES = frozenset({"convert_element_type", "div", "mul", "select_n"})
+
 # What reads a part of its operand.
 TAKES_APART = frozenset({"dynamic_slice", "slice", "split", "unstack"})
 
@@ -269,7 +272,7 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         for n in graph.nodes
     ]
     parts = _taken_apart(graph, pins) | _joined(graph, pins)
-    for apart in parts | _sorted(graph, pins):
+    for apart in parts | _sorted(graph, pins) | _windows(graph):
         stored[apart] = True
     innermost = graph.innermost_loops()
     anchors = _anchors(graph, stored)
@@ -362,6 +365,28 @@ def _sorted(graph: Graph, pins: Pins) -> set[int]:
                 (products if is_moved else biased).add(index)
     sorts = (n for n in graph.nodes if n.name in SORTS)
     return {v.node for n in sorts for v in n.inputs} & biased
+
+
+def _windows(graph: Graph) -> set[int]:
+    """Returns the cotangents of windows that a reshape has cut, put together again.
+
+    A mean or a maximum of `x.reshape(n, h // 2, 2, w // 2, 2, c)` hands each element of
+    a window its share. XLA:TPU copies what it merges the dimensions of.
+    """
+    grown: set[int] = set()
+    found: set[int] = set()
+    for node in graph.nodes:
+        index = node.index
+        if not is_backward(node) or not node.inputs:
+            continue
+        if node.name == "broadcast_in_dim":
+            if any(1 < v.size < node.size for v in node.inputs):
+                grown.add(index)
+        elif node.name in _SHARES and any(v.node in grown for v in node.inputs):
+            grown.add(index)
+        elif node.name == "reshape" and node.inputs[0].node in grown:
+            found.add(index)
+    return found
 
 
 def _offset(graph: Graph) -> set[int]:

@@ -532,6 +532,32 @@ def chosen(stored, again, devices):
     return value
 
 
+@pytest.mark.parametrize("window", [2, 1])
+def test_the_cotangents_of_windows_are_stored(window):
+    """A window that a reshape has cut is put together again by a copy on a TPU."""
+    rows, pixels = 2, T // 2
+
+    def loss(params, x):
+        w, scale, out = params
+        h = x @ w
+        h = jax.nn.relu((h - h.mean((0, 1))[None, None]) * scale[None, None])
+        h = h.reshape(rows, pixels // window, window, 48).max(2)
+        return jnp.square(h @ out).mean()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    w, scale, out = weights((D, 48), (48,), (48, D))
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), [w, scale, out], normal(rows, pixels, D))
+    shares = [
+        e
+        for e in eqns(jaxpr, "reshape")
+        if e.invars[0].aval.shape == (rows, pixels // window, window, 48)
+    ]
+    expected = "bfloat16" if window > 1 else "float32"
+    assert {d for e in shares for d in dtypes_out(e)} == {expected}
+
+
 @pytest.mark.parametrize("name", ["top_k", "sort", "tanh"])
 def test_what_is_sorted_is_stored(name):
     """A sort reads its operand from memory; other readers add the bias themselves."""
