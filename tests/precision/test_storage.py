@@ -548,7 +548,8 @@ def test_the_cotangents_of_windows_are_stored(window):
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
 
     w, scale, out = weights((D, 48), (48,), (48, D))
-    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), [w, scale, out], normal(rows, pixels, D))
+    args = [w, scale, out], normal(rows, pixels, D)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
     shares = [
         e
         for e in eqns(jaxpr, "reshape")
