@@ -51,10 +51,10 @@ def _undone(graph: Graph, streams: Mapping[int, set[Hashable]]) -> set[int]:
     """
     found: set[int] = set()
     for received, weights in streams.items():
-        begin = graph.nodes[received].inputs[0].node
-        before = moves(graph, begin)[-1] if begin >= 0 else -1
-        if not weights.isdisjoint(streams.get(before, ())):
-            found |= {received, before}
+        for value in graph.nodes[received].inputs[:1]:  # what it begins with
+            before = moves(graph, value.node)[-1] if value.node >= 0 else -1
+            if not weights.isdisjoint(streams.get(before, ())):
+                found |= {received, before}
     return found
 
 
