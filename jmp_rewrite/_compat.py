@@ -148,7 +148,8 @@ def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
     body, values = open_jaxpr(closed), [*constants(closed), *args]
     staging = Staging.of(body)
     if staging is None or not all(isinstance(x, jax.Array) for x in values):
-        return list(jax.core.eval_jaxpr(body, constants(closed), *args))
+        results = jax.core.eval_jaxpr(body, constants(closed), *args)
+        return as_arrays(closed, results)
     env = dict(zip([*body.constvars, *body.invars], values, strict=True))
     outer = current_name_stack()
     for eqn in body.eqns:
@@ -159,6 +160,16 @@ def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
                 outs = bind(eqn, reads, eqn.params)
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_read(env, v) for v in body.outvars]
+
+
+def as_arrays(closed: Any, results: Sequence[Any]) -> list[Any]:
+    """Returns a jaxpr's results as arrays; JAX's evaluation leaves numbers literals."""
+
+    def as_array(x: Any, aval: Any) -> Any:
+        is_array = isinstance(x, jax.Array) or not hasattr(aval, "dtype")
+        return x if is_array else convert(np.asarray(x), aval.dtype, aval.weak_type)
+
+    return list(map(as_array, results, (v.aval for v in open_jaxpr(closed).outvars)))
 
 
 def _read(env: dict[Any, Any], atom: Any) -> Any:

@@ -31,6 +31,9 @@ from jmp_rewrite._spelling import (
 
 _LOGGER = logging.getLogger("jmp_rewrite")
 
+# As empty as any other, but another object.
+_NOT_GIVEN: Mapping[Any, Any] = MappingProxyType({})
+
 
 class Policy:
     """What runs in which precision: a compute dtype, and exceptions from its rules.
@@ -97,15 +100,17 @@ class Policy:
         self,
         compute_dtype: str | DTypeLike | PolicyObject,
         *,
-        rules: Mapping[Any, Category | CategoryName] = MappingProxyType({}),
-        scopes: Mapping[str, ScopePrecision] = MappingProxyType({}),
+        rules: Mapping[Any, Category | CategoryName] = _NOT_GIVEN,
+        scopes: Mapping[str, ScopePrecision] = _NOT_GIVEN,
         loss_scale: LossScale | EllipsisType = ...,
         reduce_dtype: str | DTypeLike | None = None,
     ) -> None:
         if isinstance(compute_dtype, Policy):
             same = compute_dtype._written
-            rules = rules or same.get("rules", rules)
-            scopes = scopes or same.get("scopes", scopes)
+            if rules is _NOT_GIVEN:
+                rules = same.get("rules", rules)
+            if scopes is _NOT_GIVEN:
+                scopes = same.get("scopes", scopes)
             if loss_scale is ...:
                 loss_scale = same.get("loss_scale", ...)
             reduce_dtype = reduce_dtype or same.get("reduce_dtype")

@@ -207,6 +207,8 @@ def test_a_policy_of_a_policy_means_the_same():
     assert Policy(policy, loss_scale=None) == policy.replace(loss_scale=None)
     other = Policy(policy, scopes={"b": "half"})
     assert other == policy.replace(scopes={"b": "half"})
+    assert Policy(policy, scopes={}) == policy.replace(scopes={})
+    assert Policy(policy, rules={}) == policy.replace(rules={})
 
 
 def test_frozen():

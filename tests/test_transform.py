@@ -166,6 +166,23 @@ def test_classes():
     bit_equal(tuple(made), (X, W))
 
 
+def test_numbers_among_the_results_are_arrays():
+    """So they are behind `jax.jit`, with its dtypes and weak types."""
+
+    def fun(x):
+        return x @ x, jnp.asarray(2.0), jnp.asarray(3), np.arange(3), np.ones(2)
+
+    x = jnp.ones((4, 4))
+    made = mixed_precision(fun, "mixed_bfloat16")(x)
+    for a, b in zip(made, jax.jit(fun)(x), strict=True):
+        assert isinstance(a, jax.Array) and jax.typeof(a) == jax.typeof(b)
+    _, aux = jax.grad(
+        mixed_precision(lambda x: ((x @ x).sum(), jnp.asarray(2.0)), "mixed_bfloat16"),
+        has_aux=True,
+    )(x)
+    assert isinstance(aux, jax.Array)
+
+
 def generator(x):
     yield x
 

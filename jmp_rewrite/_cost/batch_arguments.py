@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,8 +20,12 @@ def batch_arguments(
     """Returns the positions of the arguments that are the batch.
 
     Raises:
-      ValueError: if that is not clear, or `argnums` are no arguments.
+      TypeError: if the axis is no integer.
+      ValueError: if that is not clear, the axis is negative, or `argnums` are no
+        arguments.
     """
+    if operator.index(axis) < 0:
+        raise ValueError(f"axis expected 0 or more, got {axis}.")
     args = subject.call.args
     if argnums is not None:
         given = [argnums] if isinstance(argnums, int) else list(argnums)

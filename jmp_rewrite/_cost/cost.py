@@ -113,6 +113,7 @@ class Cost:
           the smallest that was not.
 
         Raises:
+          TypeError: if the axis is no integer.
           ValueError: if it is not clear which arguments are the batch, or they have no
             such axis.
         """

@@ -357,4 +357,7 @@ def run(
     for number, x in enumerate(args):
         shadow.rows.append(Row(None, None, TOP, (), "argument", of=number))
         pairs.append(Pair.same(x, number))
-    return shadow.evaluate(closed, pairs), shadow
+    found = shadow.evaluate(closed, pairs)
+    values = _compat.as_arrays(closed, [pair.value for pair in found])
+    same = zip(found, values, strict=True)
+    return [p if p.value is x else Pair.same(x, p.row) for p, x in same], shadow

@@ -121,7 +121,8 @@ def half_precision(fun: Any = None) -> Any:
     if fun is None:
         return _HalfPrecision()
     if not callable(fun):
-        raise TypeError(f"half_precision expected a function to decorate, got {fun!r}.")
+        given = repr(fun) if isinstance(fun, str) else type(fun).__name__
+        raise TypeError(f"half_precision expected a function to decorate, got {given}.")
     check_kind(fun, "half_precision")
 
     # What a function carries is copied; the fields of a module are no business here.

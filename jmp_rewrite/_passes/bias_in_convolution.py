@@ -97,8 +97,7 @@ def _biased(editor: Editor, body: Body, conv: Any, wide: Any) -> tuple[Any, Any]
     total, bias = found
     (result,) = conv.outvars
     features = result.aval.shape[conv.params["dimension_numbers"].out_spec[1]]
-    source = body.made_by(bias, "broadcast_in_dim")
-    small = bias if source is None else source.invars[0]
+    small, _ = _spread(body, bias)
     is_bias = is_float32(bias) and 1 < math.prod(small.aval.shape) <= features
     return (total, bias) if is_bias else None
 
@@ -135,12 +134,15 @@ def _roundings(
 
 
 def _spread(body: Body, bias: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a bias, and shape and dimensions if it is broadcast."""
-    source = body.made_by(bias, "broadcast_in_dim")
-    if source is None:
-        return bias, ()
-    params = source.params
-    return source.invars[0], (params["shape"], params["broadcast_dimensions"])
+    """Returns a bias, and shape and dimensions if it is broadcast, maybe in steps."""
+    shape: tuple[int, ...] | None = None
+    dimensions: tuple[int, ...] = tuple(range(bias.aval.ndim))
+    while (source := body.made_by(bias, "broadcast_in_dim")) is not None:
+        shape = shape or source.params["shape"]
+        inner = source.params["broadcast_dimensions"]
+        dimensions = tuple(dimensions[d] for d in inner)
+        bias = source.invars[0]
+    return bias, () if shape is None else (shape, dimensions)
 
 
 def _add_stream(

@@ -141,6 +141,8 @@ def storage(graph: Graph, pins: Pins) -> Storage:
             origin = _moved(source, graph, pins)
             if pins.may_round(origin):
                 ties.append((source, index))
+            elif origin in pins.exact or pins.is_asked_full(origin):
+                keeps = True
             elif origin in pins.decays:
                 keeps = True  # the backward pass multiplies by it in each iteration
             elif index not in factors and origin not in activations:

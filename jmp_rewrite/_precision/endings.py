@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import ml_dtypes
 
-from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, Loop, Node, Value
 from jmp_rewrite._precision.decide import Plan
-from jmp_rewrite._precision.solvers import ends_by_floats
+from jmp_rewrite._precision.solvers import ends_by_floats, ends_by_integers
 from jmp_rewrite._rules import MOVES
 
 _COMPARISONS = frozenset({"ge", "gt", "le", "lt"})
@@ -54,6 +53,8 @@ def unreachable(plan: Plan) -> Iterator[Ending]:
     epsilon = float(ml_dtypes.finfo(plan.half).eps)
     loops = [x for x in graph.loops if x.eqn.primitive.name == "while"]
     for loop in (x for x in loops if ends_by_floats(x.eqn)):
+        if not any(plan.labels[n] for n in loop.nodes):
+            continue  # what it converges to was rounded before
         for index in loop.nodes:
             node = graph.nodes[index]
             exact = [v.node in plan.pins.exact or v.node < 0 for v in node.inputs]
@@ -63,7 +64,7 @@ def unreachable(plan: Plan) -> Iterator[Ending]:
             is_given = any(_is_given(v) for v in node.inputs)
             if small or is_given:
                 tolerance = None if is_given else min(small)
-                yield Ending(node, tolerance, _is_bounded(loop))
+                yield Ending(node, tolerance, ends_by_integers(loop.eqn))
 
 
 def _is_given(value: Value) -> bool:
@@ -85,12 +86,3 @@ def _numbers(graph: Graph, loop: Loop, node: Node) -> Iterator[float]:
         seen.add(index)
         yield from (abs(float(x)) for x in found.literals.values() if x)
         stack += [v.node for v in found.inputs]
-
-
-def _is_bounded(loop: Loop) -> bool:
-    """Whether integers are compared as well, as a number of iterations is."""
-    test = _compat.open_jaxpr(loop.eqn.params["cond_jaxpr"])
-    return any(
-        e.primitive.name in _COMPARISONS and e.invars[0].aval.dtype.kind in "iu"
-        for e in test.eqns
-    )

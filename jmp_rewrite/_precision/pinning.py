@@ -225,7 +225,7 @@ def _pin_the_rest(
             sinks.add(index)
         elif index not in useful:
             pins.full[index] = NO_PRODUCT
-            if pins.whole_step and index in recurrent:
+            if pins.whole_step and index in recurrent and index in made:
                 pins.rounds_after |= {index}
         elif index not in made and index not in alone and index not in pins.forced:
             pins.full[index] = EXACT

@@ -11,7 +11,7 @@ runs the same lines again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -58,25 +58,40 @@ def ends_by_floats(eqn: Any) -> bool:
 
     An integer that is made of floats, as the next token is, asks for none.
     """
+    return _ends_by(eqn, _is_float)
+
+
+def ends_by_integers(eqn: Any) -> bool:
+    """Whether the end of a `while` depends on a comparison of integers.
+
+    That is one of a number of iterations, in the test or in a flag that is carried.
+    """
+    return _ends_by(eqn, _is_integer)
+
+
+def _ends_by(eqn: Any, compared: Callable[[Any], bool]) -> bool:
+    """Whether the end of a `while` depends on a comparison of values of a kind."""
     test, body = (
         _compat.open_jaxpr(eqn.params[k]) for k in ("cond_jaxpr", "body_jaxpr")
     )
-    asks, read = _asked(test, [0])
+    asks, read = _asked(test, [0], compared)
     first, own = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     left = {n - first for n in read if n >= first}
     seen: set[int] = set()
     while left and not asks:
         seen |= left
-        asks, read = _asked(body, left)
+        asks, read = _asked(body, left, compared)
         left = {n - own for n in read if n >= own} - seen
     return asks
 
 
-def _asked(jaxpr: Any, results: Iterable[int]) -> tuple[bool, set[int]]:
+def _asked(
+    jaxpr: Any, results: Iterable[int], compared: Callable[[Any], bool]
+) -> tuple[bool, set[int]]:
     """Follows booleans and integers of a jaxpr back to where they come from.
 
     Returns:
-      Whether a comparison of floats is among it, and the parameters that are.
+      Whether a comparison of such values is among it, and the parameters that are.
     """
     makers = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
     stack, seen = [jaxpr.outvars[n] for n in results], set[Any]()
@@ -89,10 +104,10 @@ def _asked(jaxpr: Any, results: Iterable[int]) -> tuple[bool, set[int]]:
         if eqn is None:
             continue
         operands: Sequence[Any] = eqn.invars
-        if eqn.primitive.name in _COMPARISONS and any(map(_is_float, operands)):
+        if eqn.primitive.name in _COMPARISONS and any(map(compared, operands)):
             return True, set()
         if held := held_jaxprs(eqn):
-            asks, operands = _asked_inside(eqn, held, position)
+            asks, operands = _asked_inside(eqn, held, position, compared)
             if asks:
                 return True, set()
         stack += operands
@@ -100,7 +115,7 @@ def _asked(jaxpr: Any, results: Iterable[int]) -> tuple[bool, set[int]]:
 
 
 def _asked_inside(
-    eqn: Any, held: Sequence[Any], position: int
+    eqn: Any, held: Sequence[Any], position: int, compared: Callable[[Any], bool]
 ) -> tuple[bool, list[Any]]:
     """Follows a result of an equation that holds jaxprs, whose operands are its last.
 
@@ -109,7 +124,7 @@ def _asked_inside(
     operands = [v for v in eqn.invars if not getattr(v.aval, "shape", ())]
     for jaxpr in map(_compat.open_jaxpr, held):
         if position < len(jaxpr.outvars):
-            asks, read = _asked(jaxpr, [position])
+            asks, read = _asked(jaxpr, [position], compared)
             if asks:
                 return True, []
             shift = len(eqn.invars) - len(jaxpr.invars)
@@ -118,5 +133,13 @@ def _asked_inside(
 
 
 def _is_float(atom: Any) -> bool:
+    return _is_of(atom, np.inexact)
+
+
+def _is_integer(atom: Any) -> bool:
+    return _is_of(atom, np.integer)
+
+
+def _is_of(atom: Any, kind: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, np.inexact)
+    return dtype is not None and jnp.issubdtype(dtype, kind)

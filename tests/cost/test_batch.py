@@ -119,6 +119,7 @@ def test_the_batch_is_what_has_one_size_and_is_no_state(uses_nnx):
             None,
             r"it might be \[1\] of size 16 or \[0\] of size 32 along axis 0\. Say",
         ),
+        (-1, None, "axis expected 0 or more, got -1"),
         (5, None, "no argument's arrays all have one size along axis 5"),
         (0, 7, "argnums expected positions of the 2 positional arguments of .*, got 7"),
         (0, [], r"argnums expected positions .* got \[\]"),

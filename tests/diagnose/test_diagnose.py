@@ -448,6 +448,15 @@ def test_healthy_layers_are_called_healthy():
         assert diagnosis.error < diagnosis.tolerance
 
 
+def test_a_number_among_the_results():
+    """A learning rate among the metrics, for instance."""
+
+    def fun(x):
+        return jnp.tanh(x @ x), {"rate": jnp.asarray(0.1)}
+
+    assert diagnose(fun, "mixed_bfloat16")(normal(4, 4)).error < 0.02
+
+
 def test_a_loop_that_never_ends_in_half_is_named():
     w = normal(8, 8, scale=0.2)
 

@@ -52,6 +52,17 @@ def broadcast_bias(params, x):
     return jnp.square(convolve(h, last)).mean()
 
 
+def mapped(params, x):
+    """A bias is broadcast to an image, and that to the batch."""
+    first, last, bias = params
+
+    def one(x):
+        h = convolve(x[None], first)
+        return jnp.tanh(h + jnp.broadcast_to(bias, h.shape))[0]
+
+    return jnp.square(convolve(jax.vmap(one)(x), last)).mean()
+
+
 def grouped(params, x):
     first, last, bias = params
     h = jax.nn.relu(convolve(x, first, groups=2) + bias)
@@ -89,6 +100,7 @@ def images():
     [
         (biased, 1, True),
         (broadcast_bias, 1, True),
+        (mapped, 1, True),
         (grouped, 2, False),  # cuDNN takes none
         (residual, 1, False),  # no bias
         (read_twice, 1, False),  # the result itself is stored
@@ -128,7 +140,7 @@ def on_a_gpu(loss, args):
     return [a - w for a, w in zip(out, jax.tree.leaves(args[0]), strict=True)]
 
 
-@pytest.mark.parametrize("loss", [biased, broadcast_bias, streamed])
+@pytest.mark.parametrize("loss", [biased, broadcast_bias, mapped, streamed])
 def test_gradients_of_convolutions(loss):
     args = kernels(), images()
     exact = [-g for g in jax.grad(loss)(*args)]

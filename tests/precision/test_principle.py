@@ -706,6 +706,35 @@ def test_a_loop_that_may_never_end_is_logged_where_it_is_traced(bounded, caplog)
     assert bounded or "test_principle.py" in caplog.text
 
 
+def test_a_loop_that_ends_by_a_carried_flag_is_not_logged(caplog):
+    w, x = weights((W, W), (W, W))
+
+    def step(state):
+        x, _, number = state
+        new = jnp.tanh(x @ w)
+        ends = (jnp.max(jnp.abs(new - x)) < 1e-5) | (number >= 100)
+        return new, ends, number + 1
+
+    rewritten(lambda x: lax.while_loop(lambda s: ~s[1], step, (x, False, 0))[0], x)
+    assert "waits for" not in caplog.text
+
+
+def test_a_loop_in_which_nothing_is_rounded_gets_no_advice():
+    w, x = weights((W, W), (W, W))
+
+    def root(a):  # what it converges to has been rounded, and no more is
+        def step(state):
+            new = (state[0] + a / state[0]) / 2
+            return new, jnp.max(jnp.abs(new - state[0]))
+
+        begin = jnp.ones_like(a), jnp.float32(1)
+        return lax.while_loop(lambda s: s[1] > 1e-5, step, begin)[0]
+
+    report = explain(lambda x: root(jnp.exp(x @ w)), "bfloat16")(x)
+    assert report.half_flops == 1
+    assert "waits for" not in " ".join(report.advice)
+
+
 def test_advice_on_a_number_that_hides_what_it_is_added_to():
     w, x = weights((W, W), (W, W))
     offset = lambda number: lambda x: jnp.tanh(x @ w + number) @ w  # noqa: E731

@@ -11,6 +11,7 @@ from helpers import dtypes_in, dtypes_out, eqns, products, trace, walk
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from programs import normal
 
 from jmp_rewrite import Policy, full_precision, mixed_precision
 
@@ -185,6 +186,38 @@ def test_scopes_inside(setting, grad):
     scopes = {"decoder/head": "float32"}
     inside, outside = scoped_kinds(setting, enter, grad, scopes=scopes)
     assert inside == {"float32"} and outside == {"bfloat16"}
+
+
+def in_full_precision(x, w):
+    with full_precision():
+        return jnp.tanh(x @ w)
+
+
+def in_scope(x, w):
+    with jax.named_scope("here"):
+        return jnp.tanh(x @ w)
+
+
+def at_highest_precision(x, w):
+    return jnp.tanh(jnp.dot(x, w, precision="highest"))
+
+
+@pytest.mark.parametrize("layer", [in_full_precision, in_scope, at_highest_precision])
+@pytest.mark.parametrize("reads_half", [False, True])
+def test_what_a_loop_stacks_of_a_float32_layer(layer, reads_half):
+    """The backward pass reads it as it was computed."""
+
+    def loss(w, x):
+        out, _ = lax.scan(lambda x, w: (layer(x, w), None), x, w)
+        return jnp.square(out @ w[0] if reads_half else out).mean()
+
+    scopes = {"here": "float32"} if layer is in_scope else {}
+    policy = Policy(BF16, scopes=scopes)
+    x, w = normal(8, 16), normal(3, 16, 16, scale=0.2)
+    rewritten = trace(mixed_precision(jax.grad(loss), policy), w, x)
+    loop = eqns(rewritten, "scan")[0]
+    stacks = [v.aval.dtype for v in loop.outvars if v.aval.shape == (3, *x.shape)]
+    assert stacks and set(stacks) == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("enter", [full_precision, lambda: jax.named_scope("here")])
