@@ -32,6 +32,7 @@ import zoo2_second
 import zoo2_third
 import zoo2_unseen
 import zoo2_unseen_eighth
+import zoo2_unseen_eleventh
 import zoo2_unseen_fifth
 import zoo2_unseen_fourth
 import zoo2_unseen_ninth
@@ -163,6 +164,20 @@ UNSEEN_TENTH = {
     "depths": zoo2_unseen_tenth.depths,
     "sparse_features": zoo2_unseen_tenth.SparseFeatures,
 }
+UNSEEN_ELEVENTH = {
+    "private": zoo2_unseen_eleventh.Private,
+    "replaced": zoo2_unseen_eleventh.replaced,
+    "hashed": zoo2_unseen_eleventh.hashed,
+    "retrieval": zoo2_unseen_eleventh.retrieval,
+    "late_interaction": zoo2_unseen_eleventh.late_interaction,
+    "swapped": zoo2_unseen_eleventh.swapped,
+    "triplets": zoo2_unseen_eleventh.triplets,
+    "quantiles": zoo2_unseen_eleventh.Quantiles,
+    "restoration": zoo2_unseen_eleventh.restoration,
+    "two_speeds": zoo2_unseen_eleventh.two_speeds,
+    "energies": zoo2_unseen_eleventh.Energies,
+    "reading": zoo2_unseen_eleventh.reading,
+}
 PROGRAMS = (
     FIRST
     | SECOND
@@ -173,6 +188,7 @@ PROGRAMS = (
     | UNSEEN_EIGHTH
     | UNSEEN_NINTH
     | UNSEEN_TENTH
+    | UNSEEN_ELEVENTH
 )
 MODES = ("float32", "by_hand", "ours")
 # What the bars are of.
