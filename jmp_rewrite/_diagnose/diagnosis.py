@@ -65,6 +65,7 @@ class Diagnosis:
       paths: for each parameter its path; None for optimizer state.
       run: policy -> the largest error of a result when the program runs under it.
       tried: the policies that were run on the way to `policy`.
+      tried_errors: the largest error of a result under each of these.
 
     Example:
       >>> import jax.numpy as jnp
@@ -91,6 +92,7 @@ class Diagnosis:
     paths: Sequence[str | None]
     run: Callable[[Policy], float]
     tried: list[Policy] = dataclasses.field(default_factory=list)
+    tried_errors: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def error(self) -> float:
@@ -124,7 +126,8 @@ class Diagnosis:
         Without any of the overrides that it adds it would not. It is found by running
         the program again, a few times where one layer is to blame, and what is returned
         has been run: `policy_error` is its error. None if no overrides help, because
-        the program casts to half itself; the policy that was diagnosed if that one
+        the program casts to half itself, or the tolerance is below what two runs in
+        float32 differ by; the policy that was diagnosed if that one
         meets the tolerance. None as well if gradients vanish or overflow and `scaling`
         is the fix: overrides would do it by switching half precision off. And None if
         the program does not come to an end.
@@ -150,7 +153,9 @@ class Diagnosis:
         policy = with_overrides(self.diagnosed, overrides)
         self.tried.append(policy)
         with stage(f"searching the fewest overrides that help, run {len(self.tried)}"):
-            return self.run(policy) <= self.tolerance
+            error = self.run(policy)
+        self.tried_errors.append(error)
+        return error <= self.tolerance
 
     @property
     def advice(self) -> list[str]:

@@ -71,7 +71,13 @@ def _policy_lines(d: Any) -> list[str]:
     if d.error <= d.tolerance or d.scaling or d.endless:
         return []
     if d.policy is None:
-        return ["no scopes or rules bring it under: the program rounds to half itself"]
+        said = "no scopes or rules bring it under: "
+        if not d.tried_errors:
+            return [said + "the program rounds to half itself"]
+        return [
+            f"{said}the least of {len(d.tried)} runs is {min(d.tried_errors):.2g}. The "
+            "program rounds to half itself, or two runs in float32 differ by as much."
+        ]
     runs = f"{len(d.tried)} run{'s' if len(d.tried) > 1 else ''}"
     return [
         f"fix, tested in {runs} (error {d.policy_error:.2g}):",
