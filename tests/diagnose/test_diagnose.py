@@ -448,21 +448,21 @@ def test_healthy_layers_are_called_healthy():
         assert diagnosis.error < diagnosis.tolerance
 
 
-def test_a_tolerance_below_the_noise_of_float32():
-    """Everything in float32 is not enough, and the error that is left is told."""
-    w = [normal(32, 32, seed=n) / 4 for n in range(3)]
+def test_where_no_overrides_are_enough_the_least_error_is_told():
+    w = normal(32, 32)
 
     def fun(x):
         with jax.named_scope("net"):
-            return jax.nn.log_softmax(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) @ w[2])
+            y = jnp.tanh(x @ w)
+        return y.astype(jnp.bfloat16).astype(jnp.float32) @ w
 
-    diagnosis = diagnose(fun, "mixed_bfloat16", tolerance=1e-12)(normal(4, 32))
+    diagnosis = diagnose(fun, "mixed_bfloat16", tolerance=1e-5)(normal(4, 32))
     assert diagnosis.policy is None
+    assert len(diagnosis.tried) == len(diagnosis.tried_errors)
     least = min(diagnosis.tried_errors)
-    assert 1e-12 < least < 1e-5
-    assert f"the least of {len(diagnosis.tried)} runs is {least:.2g}" in " ".join(
-        str(diagnosis).split()
-    )
+    assert 1e-4 < least < diagnosis.error
+    said = f"the least of {len(diagnosis.tried)} runs is {least:.2g}"
+    assert said in " ".join(str(diagnosis).split())
 
 
 def test_a_number_among_the_results():
