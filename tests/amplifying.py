@@ -754,6 +754,25 @@ def learned_sink(ws, x):
     return jax.nn.softmax(scores) @ values
 
 
+def pooled_with_sink(ws, x, y):
+    """Positions pooled by a softmax that may choose none of them, with a bias."""
+    hidden, score, bias, out = ws
+    h = jnp.tanh(x @ hidden)
+    scores = jnp.pad(h @ score + bias, ((0, 0), (0, 1), (0, 0)))
+    weights = jax.nn.softmax(scores, 1)[:, :-1]
+    pooled = jnp.einsum("bth,btd->bhd", weights, h).reshape(len(x), -1)
+    return jnp.square(pooled @ out - y).mean()
+
+
+def pooled_beside_one(ws, x, y):
+    hidden, score, bias, out = ws
+    h = jnp.tanh(x @ hidden)
+    weights = jnp.exp(h @ score + bias)
+    weights = weights / (1 + weights.sum(1, keepdims=True))
+    pooled = jnp.einsum("bth,btd->bhd", weights, h).reshape(len(x), -1)
+    return jnp.square(pooled @ out - y).mean()
+
+
 # ---- 13: losses of few numbers, each made of many
 
 
@@ -821,6 +840,12 @@ def offset_in_halves(ws, x, y):
 def sink_args(rng):
     ws = normal(rng, 16, 16, scale=0.25), normal(rng, 16, 16, scale=0.25)
     return (*ws, np.asarray(-14, f32)), normal(rng, 32, 16)
+
+
+def pooled_args(rng):
+    ws = normal(rng, 8, 24, scale=0.35), normal(rng, 24, 4, scale=0.3)
+    ws = (*ws, normal(rng, 4, scale=0.3), normal(rng, 96, 4, scale=0.2))
+    return ws, normal(rng, 8, 64, 8), normal(rng, 8, 4)
 
 
 def from_a_grid(ws, x):
@@ -923,6 +948,8 @@ CASES = [
     Case("12_information_trained", trained(information), wide_args, ()),
     Case("12_from_a_grid", returned(from_a_grid), wide_args, ()),
     Case("12_learned_sink", learned_sink, sink_args),
+    Case("12_pooled_with_sink", with_gradient(pooled_with_sink), pooled_args, ()),
+    Case("12_pooled_beside_one", with_gradient(pooled_beside_one), pooled_args, ()),
     # Whole steps: by hand, a loss is float32 as well.
     Case("13_entropic_risk", with_gradient(entropic_risk), few_args(1), ()),
     Case("13_free_energy", with_gradient(free_energy), few_args(1), ()),

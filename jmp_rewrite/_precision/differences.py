@@ -14,11 +14,11 @@ import numpy as np
 
 from jmp_rewrite._graph import EITHER, Graph, Node, is_backward, reached
 from jmp_rewrite._precision.origins import is_indicator, leads_to_product
+from jmp_rewrite._precision.shares import summed_along
 from jmp_rewrite._precision.signs import nonnegative
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
     KEEPS_OFFSET,
-    MOST_TERMS,
     SCALES,
     SUMS,
     VIEWS,
@@ -26,6 +26,7 @@ from jmp_rewrite._precision.terms import (
     is_made_of,
     on_the_way_to_shared,
     source_of,
+    takes_off_sum,
     terms_of,
     turned_cotangents,
 )
@@ -67,14 +68,18 @@ def differences(
     turned = turned_cotangents(graph)
     in_layers, positive = _in_layers(graph, products), nonnegative(graph)
     loss = _read_by_results(graph) - in_layers
+    summed = summed_along(graph, positive)
     found: dict[int, int] = {}
     for node in sorted(graph.nodes, key=lambda n: n.name != "log"):
         in_loss = node.index in loss
         if node.index in in_layers:
             is_sum = is_backward(node) and node.name in SUMS and len(node.inputs) == 2
             if is_sum and _has_term_outside(node, graph, in_layers, made):
-                if _takes_off_sum(node, graph):
+                if takes_off_sum(node, graph):
                     follow_back(node, promoted, graph, found, ends)
+            if node.index in summed:
+                follow_back(node, made, graph, found, ends)
+                found |= {n: node.index for n in summed[node.index] if n not in found}
             if _normalizes(node, graph, small):
                 continue
         elif is_backward(node) and _projects(node, graph):
@@ -114,44 +119,7 @@ def _projects(node: Node, graph: Graph) -> bool:
     first, second = (v.node for v in node.inputs)
     if is_made_of(first, second, graph) or is_made_of(second, first, graph):
         return True
-    return _takes_off_sum(node, graph)
-
-
-def _takes_off_sum(node: Node, graph: Graph) -> bool:
-    """Whether one of two terms is made of a sum over dimensions of the other one.
-
-    Or of what the other one is scaled from, as `g / s` of a softmax that divides by s.
-    """
-    first, second = (v.node for v in node.inputs)
-    return any(
-        _is_sum_of(a, source, graph)
-        for a, b in ((first, second), (second, first))
-        for source in (b, _unscaled(b, graph))
-    )
-
-
-def _unscaled(index: int, graph: Graph) -> int:
-    """Returns the cotangent of which a node is a multiple."""
-    while graph.nodes[index].name in SCALES:
-        read = {v.node for v in graph.nodes[index].inputs if v.node >= 0}
-        found = [n for n in read if is_backward(graph.nodes[n])]
-        if len(found) != 1:
-            break
-        (index,) = found
-    return index
-
-
-def _is_sum_of(node: int, source: int, graph: Graph) -> bool:
-    """Whether a node is made of a sum over dimensions of another one."""
-    reads = graph.predecessors()
-    found = [node]
-    for index in found:
-        if graph.nodes[index].name == "reduce_sum" and is_made_of(index, source, graph):
-            return True
-        found += [n for n in reads[index] if n not in found and n != source]
-        if len(found) > MOST_TERMS:
-            break
-    return False
+    return takes_off_sum(node, graph)
 
 
 def _read_by_results(graph: Graph) -> set[int]:

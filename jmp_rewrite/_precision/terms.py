@@ -176,3 +176,40 @@ def is_made_of(node: int, source: int, graph: Graph) -> bool:
         if source in found or len(found) > MOST_TERMS:
             break
     return source in found
+
+
+def takes_off_sum(node: Node, graph: Graph) -> bool:
+    """Whether one of two terms is made of a sum over dimensions of the other one.
+
+    Or of what the other one is scaled from, as `g / s` of a softmax that divides by s.
+    """
+    first, second = (v.node for v in node.inputs)
+    return any(
+        _is_sum_of(a, source, graph)
+        for a, b in ((first, second), (second, first))
+        for source in (b, _unscaled(b, graph))
+    )
+
+
+def _unscaled(index: int, graph: Graph) -> int:
+    """Returns the cotangent of which a node is a multiple."""
+    while graph.nodes[index].name in SCALES:
+        read = {v.node for v in graph.nodes[index].inputs if v.node >= 0}
+        found = [n for n in read if is_backward(graph.nodes[n])]
+        if len(found) != 1:
+            break
+        (index,) = found
+    return index
+
+
+def _is_sum_of(node: int, source: int, graph: Graph) -> bool:
+    """Whether a node is made of a sum over dimensions of another one."""
+    reads = graph.predecessors()
+    found = [node]
+    for index in found:
+        if graph.nodes[index].name == "reduce_sum" and is_made_of(index, source, graph):
+            return True
+        found += [n for n in reads[index] if n not in found and n != source]
+        if len(found) > MOST_TERMS:
+            break
+    return False

@@ -1,0 +1,98 @@
+"""Gradients that are sums of what a softmax hands back, along the softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from jmp_rewrite._graph import Graph, Node, is_backward
+from jmp_rewrite._precision.terms import MOST_TERMS, SUMS, source_of, takes_off_sum
+
+_PARTS = frozenset({"pad", "slice"})
+# What these return has the dimensions of their operand.
+_SAME_AXES = frozenset(
+    {"convert_element_type", "neg", "pad", "reduce_precision", "slice"}
+)
+
+
+def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int]]:
+    """Returns what a softmax hands back, if a gradient is its sum along the softmax.
+
+    All but the share of what else the softmax normalizes cancels there: a bias of the
+    scores that an attention with a sink pools positions by. Without a sink all of it
+    does, and what is left are roundings in any case. Over a batch they average out.
+
+    Returns:
+      The sum of two cotangents that takes off what they have in common -> it and the
+      nodes behind it, up to the gradient's sum.
+    """
+    found: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        if node.name != "reduce_sum" or not is_backward(node) or node.eqn is None:
+            continue
+        axes = frozenset(node.eqn.params["axes"])
+        behind: list[int] = []
+        is_weighed = False
+        cotangents = _cotangents(node, graph)
+        while len(cotangents) == 1:
+            (index,) = cotangents
+            at, cotangents = graph.nodes[index], _cotangents(graph.nodes[index], graph)
+            behind.append(index)
+            is_weighed |= _is_weighed(at, positive)
+            if at.name in SUMS and len(cotangents) == 2:
+                is_weighed |= any(
+                    _is_weighed(graph.nodes[n], positive) for n in cotangents
+                )
+                is_part = any(graph.nodes[n].name in _PARTS for n in behind)
+                is_part = is_part or _divides_by_more(cotangents, graph)
+                if is_weighed and is_part and takes_off_sum(at, graph):
+                    along = _axes_of_sum(at, graph)
+                    if along is not None and along <= axes:
+                        found[index] = behind
+            elif at.name == "transpose":
+                order = at.eqn.params["permutation"]
+                axes = frozenset(order[n] for n in axes)
+            elif at.name in ("div", "mul"):
+                factors = [v for v in at.inputs if v.node not in cotangents]
+                if any(v.size > 1 and v.node not in positive for v in factors):
+                    break
+            elif at.name not in _SAME_AXES:
+                break
+    return found
+
+
+def _cotangents(node: Node, graph: Graph) -> list[int]:
+    """Returns what a node reads of a backward pass."""
+    read = (v.node for v in node.inputs if v.node >= 0)
+    return [n for n in read if is_backward(graph.nodes[n])]
+
+
+def _is_weighed(node: Node, positive: AbstractSet[int]) -> bool:
+    """Whether a cotangent is multiplied by what is nowhere negative, as a share is."""
+    return node.name == "mul" and any(
+        v.node in positive and v.size == node.size for v in node.inputs
+    )
+
+
+def _divides_by_more(terms: Sequence[int], graph: Graph) -> bool:
+    """Whether a term is divided by a sum and something else: `exp(x) / (1 + sum)`."""
+    near = {n for t in terms for n in (t, *graph.predecessors()[t])}
+    quotients = (graph.nodes[n] for n in near if graph.nodes[n].name == "div")
+    divisors = (q.inputs[1] for q in quotients if len(q.inputs) == 2)
+    sources = (source_of(v, graph).node for v in divisors)
+    return any(n >= 0 and graph.nodes[n].name == "add" for n in sources)
+
+
+def _axes_of_sum(node: Node, graph: Graph) -> frozenset[int] | None:
+    """Returns along which dimensions what two cotangents have in common is a sum."""
+    reads = graph.predecessors()
+    found = [v.node for v in node.inputs if v.node >= 0]
+    for index in found:
+        made = graph.nodes[index]
+        if made.name == "reduce_sum" and made.eqn is not None:
+            if [v.size for v in made.inputs] == [node.size]:
+                return frozenset(made.eqn.params["axes"])
+        found += [n for n in reads[index] if n not in found]
+        if len(found) > MOST_TERMS:
+            break
+    return None
