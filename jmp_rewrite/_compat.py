@@ -166,8 +166,11 @@ def as_arrays(closed: Any, results: Sequence[Any]) -> list[Any]:
     """Returns a jaxpr's results as arrays; JAX's evaluation leaves numbers literals."""
 
     def as_array(x: Any, aval: Any) -> Any:
-        is_array = isinstance(x, jax.Array) or not hasattr(aval, "dtype")
-        return x if is_array else convert(np.asarray(x), aval.dtype, aval.weak_type)
+        if isinstance(x, jax.Array) or not hasattr(aval, "dtype"):
+            return x
+        x = np.asarray(x)
+        is_nothing = x.dtype == jax.dtypes.float0  # a gradient of integers
+        return x if is_nothing else convert(x, aval.dtype, aval.weak_type)
 
     return list(map(as_array, results, (v.aval for v in open_jaxpr(closed).outvars)))
 

@@ -764,6 +764,15 @@ def pooled_with_sink(ws, x, y):
     return jnp.square(pooled @ out - y).mean()
 
 
+def pooled_by_a_layer(ws, x, y):
+    """With one score for each position, as a last layer of width one returns it."""
+    hidden, score, bias, out = ws
+    h = jnp.tanh(x @ hidden)
+    scores = jnp.squeeze(h @ score[:, :1] + bias[:1], -1)
+    weights = jax.nn.softmax(jnp.pad(scores, ((0, 0), (0, 1))))[:, :-1]
+    return jnp.square(jnp.einsum("bt,btd->bd", weights, h) @ out[:24] - y).mean()
+
+
 def pooled_beside_one(ws, x, y):
     hidden, score, bias, out = ws
     h = jnp.tanh(x @ hidden)
@@ -949,6 +958,7 @@ CASES = [
     Case("12_from_a_grid", returned(from_a_grid), wide_args, ()),
     Case("12_learned_sink", learned_sink, sink_args),
     Case("12_pooled_with_sink", with_gradient(pooled_with_sink), pooled_args, ()),
+    Case("12_pooled_by_a_layer", with_gradient(pooled_by_a_layer), pooled_args, ()),
     Case("12_pooled_beside_one", with_gradient(pooled_beside_one), pooled_args, ()),
     # Whole steps: by hand, a loss is float32 as well.
     Case("13_entropic_risk", with_gradient(entropic_risk), few_args(1), ()),

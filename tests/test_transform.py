@@ -181,6 +181,9 @@ def test_numbers_among_the_results_are_arrays():
         has_aux=True,
     )(x)
     assert isinstance(aux, jax.Array)
+    grad = jax.grad(lambda i, x: (x[i] @ x).sum(), (0, 1), allow_int=True)
+    first, _ = mixed_precision(grad, "mixed_bfloat16")(jnp.arange(4), x)
+    assert type(first) is np.ndarray and first.dtype == jax.dtypes.float0
 
 
 def generator(x):

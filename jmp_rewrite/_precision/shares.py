@@ -13,6 +13,8 @@ _PARTS = frozenset({"pad", "slice"})
 _SAME_AXES = frozenset(
     {"convert_element_type", "neg", "pad", "reduce_precision", "slice"}
 )
+# These may add or take away dimensions of size one.
+_VIEWS = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
 
 
 def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int]]:
@@ -56,9 +58,20 @@ def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int
                 factors = [v for v in at.inputs if v.node not in cotangents]
                 if any(v.size > 1 and v.node not in positive for v in factors):
                     break
+            elif at.name in _VIEWS:
+                axes = _before(at, axes)
             elif at.name not in _SAME_AXES:
                 break
     return found
+
+
+def _before(view: Node, axes: frozenset[int]) -> frozenset[int]:
+    """Returns the dimensions that a view, but for those of size one, shows as these."""
+    shapes = view.avals[0].shape, view.inputs[0].aval.shape
+    after, before = ([n for n, d in enumerate(s) if d != 1] for s in shapes)
+    if [shapes[0][n] for n in after] != [shapes[1][n] for n in before]:
+        return frozenset()
+    return frozenset(b for a, b in zip(after, before, strict=True) if a in axes)
 
 
 def _cotangents(node: Node, graph: Graph) -> list[int]:
