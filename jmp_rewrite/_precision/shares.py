@@ -67,6 +67,8 @@ def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int
 
 def _before(view: Node, axes: frozenset[int]) -> frozenset[int]:
     """Returns the dimensions that a view, but for those of size one, shows as these."""
+    if len(view.inputs) != 1:
+        return frozenset()
     shapes = view.avals[0].shape, view.inputs[0].aval.shape
     after, before = ([n for n, d in enumerate(s) if d != 1] for s in shapes)
     if [shapes[0][n] for n in after] != [shapes[1][n] for n in before]:
