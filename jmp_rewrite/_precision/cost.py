@@ -141,7 +141,7 @@ def storage(graph: Graph, pins: Pins) -> Storage:
             origin = _moved(source, graph, pins)
             if pins.may_round(origin):
                 ties.append((source, index))
-            elif origin in pins.exact or pins.is_asked_full(origin):
+            elif pins.is_asked_full(origin):
                 keeps = True
             elif origin in pins.decays:
                 keeps = True  # the backward pass multiplies by it in each iteration
