@@ -41,6 +41,7 @@ import zoo2_unseen_seventh
 import zoo2_unseen_sixth
 import zoo2_unseen_tenth
 import zoo2_unseen_third
+import zoo2_unseen_twelfth
 import zoo2_vision
 from compare import print_rows
 
@@ -178,6 +179,20 @@ UNSEEN_ELEVENTH = {
     "energies": zoo2_unseen_eleventh.Energies,
     "reading": zoo2_unseen_eleventh.reading,
 }
+UNSEEN_TWELFTH = {
+    "separation": zoo2_unseen_twelfth.separation,
+    "cycles": zoo2_unseen_twelfth.Cycles,
+    "group_policy": zoo2_unseen_twelfth.group_policy,
+    "masks": zoo2_unseen_twelfth.Masks,
+    "capsules": zoo2_unseen_twelfth.capsules,
+    "team": zoo2_unseen_twelfth.Team,
+    "neural_process": zoo2_unseen_twelfth.neural_process,
+    "covariances": zoo2_unseen_twelfth.covariances,
+    "tours": zoo2_unseen_twelfth.tours,
+    "spoken": zoo2_unseen_twelfth.spoken,
+    "slopes": zoo2_unseen_twelfth.slopes,
+    "graph_moments": zoo2_unseen_twelfth.graph_moments,
+}
 PROGRAMS = (
     FIRST
     | SECOND
@@ -189,6 +204,7 @@ PROGRAMS = (
     | UNSEEN_NINTH
     | UNSEEN_TENTH
     | UNSEEN_ELEVENTH
+    | UNSEEN_TWELFTH
 )
 MODES = ("float32", "by_hand", "ours")
 # What the bars are of.

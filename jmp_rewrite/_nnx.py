@@ -21,6 +21,8 @@ from jax import tree_util
 from jmp_rewrite._precision import ParameterPath, key_names
 
 _TAG = "jmp_rewrite.mixed_precision"
+# Flax 0.10 and 0.11 know no `Pytree`: what is no module of theirs must still run.
+_PYTREE = getattr(nnx, "Pytree", nnx.Object)
 
 
 class _Parts:
@@ -66,7 +68,7 @@ def _owner(fun: Any) -> Any:
     """Returns the module whose method `fun` is, or that is called; else None."""
     if inspect.ismethod(fun):
         fun = fun.__self__
-    return fun if isinstance(fun, nnx.Pytree) else None
+    return fun if isinstance(fun, _PYTREE) else None
 
 
 @contextlib.contextmanager
@@ -146,7 +148,7 @@ def _is_parts(x: Any) -> bool:
 
 def _is_module(x: Any) -> bool:
     """Whether NNX passes a value by reference, as a module or a variable."""
-    return isinstance(x, (nnx.Pytree, nnx.Variable))
+    return isinstance(x, (_PYTREE, nnx.Variable))
 
 
 def _modules(tree: Any) -> list[Any]:

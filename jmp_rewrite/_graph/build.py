@@ -16,6 +16,7 @@ from jmp_rewrite._graph.distinct import (
     folded_index,
     sets_elements,
     updates_are_disjoint,
+    windows_are_disjoint,
 )
 from jmp_rewrite._graph.higher_order import HANDLERS
 from jmp_rewrite._graph.joined import Padded
@@ -283,6 +284,8 @@ class Builder:
             node.disjoint = updates_are_disjoint(
                 eqn, _distinct(indices), _constant(indices)
             )
+        elif name == "reduce_window_sum":
+            node.disjoint = windows_are_disjoint(eqn, self._made_by)
         data = data or name in MAKES_DATA
         return index, [
             Value(v.aval, index, number, made_of_data=data, result=i)

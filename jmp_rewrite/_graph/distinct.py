@@ -135,6 +135,29 @@ def updates_are_disjoint(eqn: Any, known: frozenset[int], constant: Any) -> bool
     return len(several) == 1 and several <= known
 
 
+def windows_are_disjoint(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
+    """Whether a `reduce_window_sum` finds at most one element in each window.
+
+    So it is with the gradient of an average over windows that do not overlap: between
+    its elements stand zeros, as far as a window reaches.
+
+    Args:
+      eqn: the equation.
+      made_by: result -> the equation that makes it, in the jaxpr that it stands in.
+    """
+    params = eqn.params
+    steps = list(params["base_dilation"])
+    padded = made_by.get(eqn.invars[0])
+    if padded is not None and padded.primitive.name == "pad":
+        filler = padded.invars[1]
+        if hasattr(filler, "val") and not np.any(filler.val):
+            inner = [between + 1 for _, _, between in padded.params["padding_config"]]
+            steps = [a * b for a, b in zip(steps, inner, strict=True)]
+    reach = zip(params["window_dimensions"], params["window_dilation"], strict=True)
+    sizes = [(size - 1) * dilation + 1 for size, dilation in reach]
+    return all(size <= step for size, step in zip(sizes, steps, strict=True))
+
+
 def sets_elements(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
     """Whether a `scatter-add` is what JAX makes of a differentiated `x.at[i].set(y)`.
 

@@ -123,7 +123,8 @@ class Node:
       of_bits: the node of whose bits it is made, masked or shifted; -1 if they are an
         argument's, None if it is no such float.
       through: the nodes whose results it depends on through a kernel of half values.
-      disjoint: of a `scatter-add`: no two updates meet; of a sum: no two terms do.
+      disjoint: of a `scatter-add`: no two updates meet; of a sum, also over
+        windows: no two terms do.
     """
 
     __slots__ = (

@@ -40,7 +40,7 @@ from jmp_rewrite._graph import (
     reached,
 )
 from jmp_rewrite._precision import loops, origins
-from jmp_rewrite._precision.origins import REDUCTIONS, is_zero, read_alone
+from jmp_rewrite._precision.origins import REDUCTIONS, SMALL, is_zero, read_alone
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules import (
@@ -111,6 +111,11 @@ _BIASES = MOVES | {"add", "max", "min", "neg", "select_n", "sub"}
 
 # How a share of a cotangent is computed.
 _SHARES = frozenset({"convert_element_type", "div", "mul", "select_n"})
+
+# Sums of which an average may be computed.
+_SUMS = frozenset({"reduce_sum", "reduce_window_sum"})
+# How an average comes back to what it is one of.
+_SPREADS = frozenset({"add", "broadcast_in_dim", "div", "mul", "sub"})
 
 # What reads a part of its operand.
 TAKES_APART = frozenset({"dynamic_slice", "slice", "split", "unstack"})
@@ -274,8 +279,10 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         for n in graph.nodes
     ]
     parts = _taken_apart(graph, pins) | _joined(graph, pins)
-    for apart in parts | _sorted(graph, pins) | _windows(graph):
+    for apart in parts | _sorted(graph, pins) | _windows(graph, pins):
         stored[apart] = True
+    for total, mean in _means(graph, pins):
+        stored[total], stored[mean] = False, True
     innermost = graph.innermost_loops()
     anchors = _anchors(graph, stored)
     sources = [_sources(n) for n in graph.nodes]
@@ -369,17 +376,26 @@ def _sorted(graph: Graph, pins: Pins) -> set[int]:
     return {v.node for n in sorts for v in n.inputs} & biased
 
 
-def _windows(graph: Graph) -> set[int]:
-    """Returns the cotangents of windows that a reshape has cut, put together again.
+def _windows(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what a reshape cuts into windows, and the cotangents put together again.
 
     A mean or a maximum of `x.reshape(n, h // 2, 2, w // 2, 2, c)` hands each element of
-    a window its share. XLA:TPU copies what it merges the dimensions of.
+    a window its share. XLA:TPU copies what it takes dimensions apart of, or merges.
     """
+    consumers = graph.consumers()
     grown: set[int] = set()
     found: set[int] = set()
     for node in graph.nodes:
         index = node.index
-        if not is_backward(node) or not node.inputs:
+        if not node.inputs:
+            continue
+        if node.name == "reshape" and node.inputs[0].node >= 0:
+            readers = (graph.nodes[r] for r in consumers[index])
+            if any(
+                r.name in REDUCTIONS and node.size < SMALL * r.size for r in readers
+            ):
+                found.add(_moved(node.inputs[0].node, graph, pins))
+        if not is_backward(node):
             continue
         if node.name == "broadcast_in_dim":
             if any(1 < v.size < node.size for v in node.inputs):
@@ -388,6 +404,34 @@ def _windows(graph: Graph) -> set[int]:
             grown.add(index)
         elif node.name == "reshape" and node.inputs[0].node in grown:
             found.add(index)
+    return found
+
+
+def _means(graph: Graph, pins: Pins) -> list[tuple[int, int]]:
+    """Returns (sum, mean) of sums of which nothing but a mean is computed.
+
+    Compilers divide in the kernel that adds up, and store the mean: that of a pool. One
+    that is spread over what it is the mean of is a statistic, of however few, and so
+    are means in a backward pass, of what a norm's statistics hand back.
+    """
+    consumers, nodes = graph.consumers(), graph.nodes
+
+    def is_spread(index: int) -> bool:
+        return any(
+            (nodes[r].size > nodes[index].size and nodes[r].name in _SPREADS)
+            or (nodes[r].name in VIEWS and is_spread(r))
+            for r in consumers[index]
+        )
+
+    found = []
+    for node, large in zip(nodes, graph.large_operands(), strict=True):
+        is_scaled = node.name in ("mul", "div") and len(large) == 1
+        if is_scaled and not is_backward(node):
+            total, mean = large[0].node, node.index
+            is_sum = total >= 0 and nodes[total].name in _SUMS
+            if is_sum and len(consumers[total]) == 1 and pins.may_round(mean):
+                if not is_spread(mean):
+                    found.append((total, mean))
     return found
 
 

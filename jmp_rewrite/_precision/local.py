@@ -206,11 +206,17 @@ def _sum(node: Node) -> Category:
     return CLEAR if node.disjoint else INFER
 
 
+def _window_sum(node: Node) -> Category:
+    """Where no window has two terms it moves values, between zeros."""
+    return CLEAR if node.disjoint else DENY
+
+
 _SPECIAL = {
     "add": _sum,
     "add_any": _sum,
     "convert_element_type": _convert,
     "scatter-add": _scatter_add,
     "reduce_precision": _reduce_precision,
+    "reduce_window_sum": _window_sum,
     "scatter": _scatter,
 }

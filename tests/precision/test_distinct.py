@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from helpers import dtypes_out, eqns
 from jax import lax
 
@@ -129,3 +130,26 @@ def test_what_is_added_is_no_element_that_is_set(adds):
     with use_passes("none"):
         jaxpr = jax.make_jaxpr(step)(W, X, MEETS)
     assert dtypes_out(eqns(jaxpr, "scatter-add")[0]) == ["float32"]
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "dtype"),
+    [(2, 2, "bfloat16"), (2, 3, "bfloat16"), (3, 2, "float32"), (1, 2, "bfloat16")],
+)
+def test_averages_of_windows_that_do_not_overlap_are_moved(window, stride, dtype):
+    """Each element gets one share, so that the transposed sum adds nothing up."""
+
+    @mixed_precision(policy="mixed_bfloat16")
+    def step(w, x):
+        def loss(w):
+            h = jnp.tanh(x @ w)
+            h = nn.pool(h, 0.0, lax.add, (window, 1), (stride, 1), "VALID") / 2.0
+            return jnp.mean(jnp.tanh(h @ jnp.ones((D, D)) / 9) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
+
+    x = jax.random.normal(jax.random.key(2), (3, 17, 5, 8))
+    with use_passes("none"):
+        sums = eqns(jax.make_jaxpr(step)(jnp.ones((8, D)), x), "reduce_window_sum")
+    (back,) = [e for e in sums if e.outvars[0].aval.shape == (3, 17, 5, D)]
+    assert dtypes_out(back) == [dtype]

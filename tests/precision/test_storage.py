@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from helpers import (
     HALF,
     choices,
@@ -1027,3 +1028,78 @@ def test_padded_arrays_that_never_meet_are_joined(second, meet):
         )
     )  # fmt: skip
     assert dtypes_out(total) == ["float32" if meet else "bfloat16"]
+
+
+def pooled_step(pool, channels=48, rows=2, side=4):
+    """A train step of layers that add to a stream, which is pooled in between."""
+
+    def step(params, x):
+        def loss(params):
+            first, inner, out = params
+            h = x @ first
+            h = h + jax.nn.silu(h) @ inner
+            h = pool(h)
+            h = h + jax.nn.silu(h) @ inner
+            return jnp.square(h @ out).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    args = weights((D, channels), (channels, channels), (channels, D))
+    return step, (list(args), normal(rows, side, side, D))
+
+
+def readers(jaxpr, eqn):
+    (out,) = eqn.outvars
+    return [e for e in walk(jaxpr) if any(v is out for v in e.invars)]
+
+
+def mean_of_windows(x):
+    n, h, w, c = x.shape
+    return x.reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
+
+
+def mean_of_many(x):
+    n, h, w, c = x.shape
+    return x.reshape(n, 1, h, 1, w, c).mean((2, 4))
+
+
+@pytest.mark.parametrize(
+    "pool", [mean_of_windows, lambda x: nn.avg_pool(x, (2, 2), (2, 2))]
+)
+def test_a_mean_of_few_is_stored_in_half(pool):
+    """The kernel that adds up divides, and stores the mean."""
+    step, args = pooled_step(pool)
+    with use_passes("none"):
+        jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    sums = [*eqns(jaxpr, "reduce_sum"), *eqns(jaxpr, "reduce_window_sum")]
+    (total,) = [e for e in sums if e.outvars[0].aval.shape == (2, 2, 2, 48)]
+    assert dtypes_out(total) == ["float32"]
+    (mean,) = readers(jaxpr, total)
+    assert mean.primitive.name == "div"
+    assert [e.params.get("new_dtype") for e in readers(jaxpr, mean)] == [jnp.bfloat16]
+
+
+def test_a_mean_of_many_is_a_statistic():
+    step, args = pooled_step(mean_of_many)
+    with use_passes("none"):
+        jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    (total,) = [
+        e
+        for e in eqns(jaxpr, "reduce_sum")
+        if e.outvars[0].aval.shape == (2, 1, 1, 48)
+        and e.invars[0].aval.shape == (2, 1, 4, 1, 4, 48)
+    ]
+    (mean,) = readers(jaxpr, total)
+    names = [e.primitive.name for e in readers(jaxpr, mean)]
+    assert "convert_element_type" not in names
+
+
+def test_what_is_cut_into_windows_is_stored_in_half():
+    """A residual sum is rounded in front of the reshape, where XLA:TPU copies it."""
+    step, args = pooled_step(mean_of_windows)
+    with use_passes("none"):
+        jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), *args)
+    (cut,) = [
+        e for e in eqns(jaxpr, "reshape") if e.outvars[0].aval.shape[1:5] == (2,) * 4
+    ]
+    assert dtypes_in(cut) == ["bfloat16"]
