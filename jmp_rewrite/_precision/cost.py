@@ -389,15 +389,14 @@ def _windows(graph: Graph, pins: Pins) -> set[int]:
         index = node.index
         if not node.inputs:
             continue
-        if node.name == "reshape" and node.inputs[0].node >= 0:
-            readers = (graph.nodes[r] for r in consumers[index])
-            if any(
-                r.name in REDUCTIONS and node.size < SMALL * r.size for r in readers
-            ):
-                found.add(_moved(node.inputs[0].node, graph, pins))
         if not is_backward(node):
-            continue
-        if node.name == "broadcast_in_dim":
+            source = node.inputs[0].node
+            if node.name == "reshape" and source >= 0:
+                readers = (graph.nodes[r] for r in consumers[index])
+                reduced = (r.size for r in readers if r.name in REDUCTIONS)
+                if node.size < SMALL * max(reduced, default=0):
+                    found.add(_moved(source, graph, pins))
+        elif node.name == "broadcast_in_dim":
             if any(1 < v.size < node.size for v in node.inputs):
                 grown.add(index)
         elif node.name in _SHARES and any(v.node in grown for v in node.inputs):
