@@ -22,7 +22,7 @@ from jmp_rewrite._precision import ParameterPath, key_names
 
 _TAG = "jmp_rewrite.mixed_precision"
 # Flax 0.10 and 0.11 know no `Pytree`: what is no module of theirs must still run.
-_PYTREE = getattr(nnx, "Pytree", nnx.Object)
+_PYTREE = nnx.Pytree if hasattr(nnx, "Pytree") else nnx.Object
 
 
 class _Parts:

@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import subprocess
+import sys
 import weakref
 
 import jax
@@ -398,3 +400,19 @@ def test_variables_of_an_outer_trace_are_read():
     assert relative_error(means, stats) < 4 * EPS[BF16]
     after = jax.tree.leaves(nnx.to_pure_dict(rest))
     assert all(a is b for a, b in zip(after, before, strict=True))
+
+
+def test_an_nnx_without_pytree_is_no_obstacle():
+    """Before Flax 0.12, which other libraries bring along, the class had no name."""
+    code = """
+from flax import nnx
+del nnx.Pytree
+import jax, jax.numpy as jnp
+from jmp_rewrite import mixed_precision
+fun = mixed_precision(lambda x: x @ x, "mixed_bfloat16")
+print(jax.jit(fun)(jnp.ones((32, 32)))[0, 0])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "32.0", run.stderr
