@@ -147,7 +147,8 @@ def windows_are_disjoint(eqn: Any, made_by: Mapping[Any, Any]) -> bool:
     """
     params = eqn.params
     steps = list(params["base_dilation"])
-    padded = made_by.get(eqn.invars[0])
+    operand = eqn.invars[0]
+    padded = None if hasattr(operand, "val") else made_by.get(operand)
     if padded is not None and padded.primitive.name == "pad":
         filler = padded.invars[1]
         if hasattr(filler, "val") and not np.any(filler.val):
