@@ -99,6 +99,9 @@ def compare(shown, kept, tags, exactly):
         assert a == pytest.approx(b, rel=0.05)
 
 
+CHECK = "import jmp_rewrite; print(jmp_rewrite.check_device('mixed_bfloat16'))"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @each
@@ -110,11 +113,16 @@ def test_runs_and_shows_what_is_kept(name, run_python, tmp_path):
     # In a process of its own, in which the kernel's client may warn and hold sockets.
     ran = run_python(str(FOLDER / "refresh.py"), "--to", str(tmp_path), name)
     assert ran.returncode == 0, ran.stderr
-    assert "wrote to stderr" not in ran.stderr, ran.stderr
+    is_fast = jmp_rewrite.check_device("mixed_bfloat16").ok
+    wrote = f"{name}: a cell wrote to stderr: "
+    lines = [x for x in ran.stderr.splitlines() if "wrote to stderr" in x]
+    # Of a device that is slow the library warns, in a process with one of them.
+    warned = [] if is_fast else run_python("-c", CHECK).stdout.splitlines()
+    assert not {x.removeprefix(wrote) for x in lines}.difference(warned), ran.stderr
     executed = [c for c in read(name, tmp_path).cells if c.cell_type == "code"]
     assert [c.source for c in executed] == [c.source for c in code(name)]
     made_here = NOTEBOOKS[name].metadata.jax == ".".join(jax.__version__.split(".")[:2])
-    exactly = made_here and jmp_rewrite.check_device("mixed_bfloat16").ok
+    exactly = made_here and is_fast
     for shown, kept in zip(executed, code(name), strict=True):
         for a, b in zip(shown.outputs, kept.outputs, strict=True):
             compare(a, b, kept.metadata.get("tags", []), exactly)
