@@ -115,7 +115,7 @@ _SHARES = frozenset({"convert_element_type", "div", "mul", "select_n"})
 # Sums of which an average may be computed.
 _SUMS = frozenset({"reduce_sum", "reduce_window_sum"})
 # How an average comes back to what it is one of.
-_SPREADS = frozenset({"add", "broadcast_in_dim", "div", "mul", "sub"})
+_ENLARGE = frozenset({"add", "broadcast_in_dim", "div", "mul", "sub"})
 
 # What reads a part of its operand.
 TAKES_APART = frozenset({"dynamic_slice", "slice", "split", "unstack"})
@@ -279,7 +279,8 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
         for n in graph.nodes
     ]
     parts = _taken_apart(graph, pins) | _joined(graph, pins)
-    for apart in parts | _sorted(graph, pins) | _windows(graph, pins):
+    windows = _cut(graph, pins) | _windows(graph)
+    for apart in parts | windows | _sorted(graph, pins):
         stored[apart] = True
     for total, mean in _means(graph, pins):
         stored[total], stored[mean] = False, True
@@ -376,27 +377,38 @@ def _sorted(graph: Graph, pins: Pins) -> set[int]:
     return {v.node for n in sorts for v in n.inputs} & biased
 
 
-def _windows(graph: Graph, pins: Pins) -> set[int]:
-    """Returns what a reshape cuts into windows, and the cotangents put together again.
+def _cut(graph: Graph, pins: Pins) -> set[int]:
+    """Returns what a forward pass cuts into windows by a reshape, and reduces.
 
-    A mean or a maximum of `x.reshape(n, h // 2, 2, w // 2, 2, c)` hands each element of
-    a window its share. XLA:TPU copies what it takes dimensions apart of, or merges.
+    As in a mean or a maximum of `x.reshape(n, h // 2, 2, w // 2, 2, c)`. XLA:TPU stores
+    what it takes dimensions apart of.
     """
     consumers = graph.consumers()
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.name != "reshape" or not node.inputs or is_backward(node):
+            continue
+        readers = (graph.nodes[r] for r in consumers[node.index])
+        reduced = (r.size for r in readers if r.name in REDUCTIONS)
+        source = node.inputs[0].node
+        if source >= 0 and node.size < SMALL * max(reduced, default=0):
+            found.add(_moved(source, graph, pins))
+    return found
+
+
+def _windows(graph: Graph) -> set[int]:
+    """Returns the cotangents of windows that a reshape has cut, put together again.
+
+    A mean or a maximum of `x.reshape(n, h // 2, 2, w // 2, 2, c)` hands each element of
+    a window its share. XLA:TPU copies what it merges the dimensions of.
+    """
     grown: set[int] = set()
     found: set[int] = set()
     for node in graph.nodes:
         index = node.index
-        if not node.inputs:
+        if not is_backward(node) or not node.inputs:
             continue
-        if not is_backward(node):
-            source = node.inputs[0].node
-            if node.name == "reshape" and source >= 0:
-                readers = (graph.nodes[r] for r in consumers[index])
-                reduced = (r.size for r in readers if r.name in REDUCTIONS)
-                if node.size < SMALL * max(reduced, default=0):
-                    found.add(_moved(source, graph, pins))
-        elif node.name == "broadcast_in_dim":
+        if node.name == "broadcast_in_dim":
             if any(1 < v.size < node.size for v in node.inputs):
                 grown.add(index)
         elif node.name in _SHARES and any(v.node in grown for v in node.inputs):
@@ -417,7 +429,7 @@ def _means(graph: Graph, pins: Pins) -> list[tuple[int, int]]:
 
     def is_spread(index: int) -> bool:
         return any(
-            (nodes[r].size > nodes[index].size and nodes[r].name in _SPREADS)
+            (nodes[r].size > nodes[index].size and nodes[r].name in _ENLARGE)
             or (nodes[r].name in VIEWS and is_spread(r))
             for r in consumers[index]
         )
