@@ -407,6 +407,18 @@ def staged(x: Any) -> Any:
 
     It belongs to the jaxpr that is being traced: see `maker`.
     """
+    x = _beneath(x)
+    is_staged = type(x).__name__ == "DynamicJaxprTracer" and hasattr(x, "parent")
+    return x if is_staged else None
+
+
+def is_eager(x: Any) -> bool:
+    """Whether a value was computed at once, maybe under `vmap` or differentiation."""
+    return is_concrete(_beneath(x))
+
+
+def _beneath(x: Any) -> Any:
+    """Returns the value under the tracers of `vmap` and of differentiation."""
     while True:
         kind = type(x).__name__
         if kind == "BatchTracer":
@@ -414,8 +426,7 @@ def staged(x: Any) -> Any:
         elif kind in ("JVPTracer", "LinearizeTracer"):
             x = x.primal
         else:
-            is_staged = kind == "DynamicJaxprTracer" and hasattr(x, "parent")
-            return x if is_staged else None
+            return x
 
 
 def is_in_one_jaxpr(x: Any, y: Any) -> bool:

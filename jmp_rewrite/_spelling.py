@@ -77,6 +77,29 @@ _NAMES: tuple[str, ...] = get_args(PolicyName)
 # Below this likeness a suggestion is a guess: "half" might be either half dtype.
 _ALIKE, _VERY_ALIKE = 0.6, 0.75
 
+# Short names of devices, as Cloud, JAX and people write them.
+DEVICE_ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "v5litepod": "TPU v5e",
+        "v5lite": "TPU v5e",
+        "v6lite": "TPU v6e",
+        "trillium": "TPU v6e",
+        "v7x": "TPU7x",
+        "7x": "TPU7x",
+        "ironwood": "TPU7x",
+        "a10080gb": "NVIDIA A100",
+        "h10080gb": "NVIDIA H100",
+        "h100sxm": "NVIDIA H100",
+        "a6000": "NVIDIA RTX A6000",
+    }
+)
+
+
+def short_device_name(name: str) -> str:
+    """Leaves out of a device's name what people write in one way or the other."""
+    text = re.sub(r"[\s_\-]", "", name.lower())
+    return re.sub(r"^(nvidia|google|cloud)*(tpu)?", "", text)
+
 
 def as_written(given: Any) -> Any:
     """Returns a policy as the text or dtype by which it may be written.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from jmp_rewrite._cost import gpus
+from jmp_rewrite._spelling import DEVICE_ALIASES, short_device_name
 
 
 class Target(NamedTuple):
@@ -59,22 +60,6 @@ _TPUS = {
     "TPU7x": _Tpu("tpu7x:2x2x1", "TPU7x", 96, 2),
 }
 
-# As Cloud, JAX and people write them.
-_ALIASES = {
-    "v5litepod": "TPU v5e",
-    "v5lite": "TPU v5e",
-    "v5": "TPU v5p",
-    "v6lite": "TPU v6e",
-    "trillium": "TPU v6e",
-    "v7x": "TPU7x",
-    "7x": "TPU7x",
-    "ironwood": "TPU7x",
-    "a10080gb": "NVIDIA A100",
-    "h10080gb": "NVIDIA H100",
-    "h100sxm": "NVIDIA H100",
-    "a6000": "NVIDIA RTX A6000",
-}
-
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
 _INSTALL = {
     "tpu": "pip install 'jax[tpu]=={0}', which brings libtpu",
@@ -111,9 +96,10 @@ def target(name: str) -> Target:
             f"{name!r} of type {type(name).__name__}."
         )
     device, colon, shape = name.partition(":")
-    found = _by_short_name().get(_short(device))
+    short = short_device_name(device)
+    found = _by_short_name().get(short)
     if found is None:
-        near = difflib.get_close_matches(_short(device), _by_short_name(), 1, 0.4)
+        near = difflib.get_close_matches(short, _by_short_name(), 1, 0.4)
         hint = f"; did you mean {_by_short_name()[near[0]]!r}?" if near else "."
         raise ValueError(
             f"unknown device {name!r}{hint} Known are: {', '.join(names())}."
@@ -166,15 +152,11 @@ def _size(shape: str) -> int:
     return math.prod(int(n) for n in shape.split("x")) if shape else 1
 
 
-def _short(name: str) -> str:
-    """Leaves out of a name what people write in one way or the other."""
-    text = re.sub(r"[\s_\-]", "", name.lower())
-    return re.sub(r"^(nvidia|google|cloud)*(tpu)?", "", text)
-
-
 @functools.cache
 def _by_short_name() -> dict[str, str]:
-    return {_short(n): n for n in names()} | _ALIASES
+    known = {short_device_name(n): n for n in names()}
+    # JAX's `device_kind` of a v5p is "TPU v5".
+    return {**known, **DEVICE_ALIASES, "v5": "TPU v5p"}
 
 
 def compiler(platform: str) -> str:

@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jmp_rewrite import _compat
 from jmp_rewrite._rules import held_jaxprs, with_held
+from jmp_rewrite._spelling import DEVICE_ALIASES, short_device_name
 
 # As `_compat.is_for` tells devices: platforms, and generations of TPUs.
 CPU, GPU, TPU = "cpu", "cuda", "tpu"
@@ -31,11 +32,14 @@ DEVICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "CPU": (CPU,),
         "NVIDIA A100": (GPU,),
+        "NVIDIA A100 40GB": (GPU,),
         "NVIDIA B200": (GPU,),
         "NVIDIA GPU": (GPU,),
         "NVIDIA H100": (GPU,),
+        "NVIDIA H100 PCIe": (GPU,),
         "NVIDIA H200": (GPU,),
         "NVIDIA L4": (GPU,),
+        "NVIDIA RTX A6000": (GPU,),
         "NVIDIA T4": (GPU,),
         "NVIDIA V100": (GPU,),
         "TPU v2": (TPU, "TPU v2"),
@@ -89,7 +93,7 @@ class Branch(NamedTuple):
 
 
 # What JAX calls them.
-_PLATFORMS = {"cuda": "nvidia gpu", "gpu": "nvidia gpu", "tpu": "tpu v5e"}
+_PLATFORMS = {"cuda": "NVIDIA GPU", "tpu": "TPU v5e"}
 
 
 def device_of(name: str) -> tuple[str, ...]:
@@ -98,14 +102,13 @@ def device_of(name: str) -> tuple[str, ...]:
     Raises:
       ValueError: for an unknown device.
     """
-    by_name = {known.lower(): known for known in DEVICES}
-    small = str(name).lower()
-    if small in by_name:
-        return DEVICES[by_name[small]]
-    near = difflib.get_close_matches(small, by_name, n=1, cutoff=0.3)
-    if small in _PLATFORMS:
-        near = [_PLATFORMS[small]]
-    hint = f"; did you mean {by_name[near[0]]!r}?" if near else "."
+    by_name = {short_device_name(known): known for known in DEVICES}
+    short = short_device_name(str(name))
+    if found := {**by_name, **DEVICE_ALIASES}.get(short):
+        return DEVICES[found]
+    near = difflib.get_close_matches(short, by_name, n=1, cutoff=0.3)
+    nearest = _PLATFORMS.get(str(name).lower()) or (near and by_name[near[0]])
+    hint = f"; did you mean {nearest!r}?" if nearest else "."
     raise ValueError(
         f"expected one of the devices {', '.join(DEVICES)}, got {name!r}{hint}"
     )

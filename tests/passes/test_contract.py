@@ -346,13 +346,37 @@ def test_the_switch_takes_part_in_the_cache_key():
         ("nonee", None, "did you mean 'none'"),
         ("keep_rounding,-live_ranges", None, "got both"),
         ("", None, "expected"),
-        ("all", "gpu", "did you mean 'NVIDIA GPU'"),
+        ("all", "cuda", "did you mean 'NVIDIA GPU'"),
         ("all", "TPU v5", "expected one of the devices .* did you mean 'TPU v5"),
     ],
 )
 def test_misuse_is_heard(passes, device, message):
     with pytest.raises(ValueError, match=message), use_passes(passes, device=device):
         pass
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("v5e", "TPU v5e"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("v5litepod", "TPU v5e"),
+        ("trillium", "TPU v6e"),
+        ("h100", "NVIDIA H100"),
+        ("A100 80GB", "NVIDIA A100"),
+        ("cpu", "CPU"),
+    ],
+)
+def test_a_device_is_spelled_as_for_its_cost(written, name):
+    def program(device):
+        with use_passes(device=device):
+            return str(
+                jax.make_jaxpr(mixed_precision(step_of(attention), "mixed_bfloat16"))(
+                    *arguments()
+                )
+            )
+
+    assert program(written) == program(name)
 
 
 def test_the_environment_sets_the_default(monkeypatch):
