@@ -324,16 +324,17 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
 
 
 def scatter_half(eqn: Any, values: Sequence[Any], never_meet: bool) -> list[Any]:
-    """Emits a `scatter-add` that adds nothing up, on half operands.
+    """Emits a scatter that adds nothing up, on half operands.
 
     Args:
       eqn: the equation; its jaxpr is of its old dtype.
       values: the operand, the indices and the updates.
       never_meet: whether the operand is zeros and no two updates meet: then it is a
-        `scatter`. Otherwise all but one of the values that meet are zeros.
+        `scatter`. Otherwise, of the values that a `scatter-add` adds up, all but one
+        are zeros.
     """
     params = eqn.params
-    scatter = lax.scatter if never_meet else lax.scatter_add
+    scatter = lax.scatter if never_meet else _SCATTERS[eqn.primitive.name]
     operand, indices, updates = values
     out = scatter(
         operand,
@@ -345,6 +346,14 @@ def scatter_half(eqn: Any, values: Sequence[Any], never_meet: bool) -> list[Any]
         mode=params["mode"],
     )
     return [out]
+
+
+_SCATTERS = {
+    "scatter-add": lax.scatter_add,
+    "scatter-max": lax.scatter_max,
+    "scatter-min": lax.scatter_min,
+}
+SCATTERS = frozenset(_SCATTERS)
 
 
 def wrap(fun: Callable[..., Any], like: Any) -> Any:

@@ -275,6 +275,7 @@ OPS: dict[str, Op] = {
         "u",
         tanh=lambda e, a: jnp.tanh(a),
         relu=lambda e, a: jax.nn.relu(a),
+        hard_tanh=lambda e, a: jax.nn.hard_tanh(a),
         gelu=lambda e, a: jax.nn.gelu(a),
         norm=lambda e, a: _norm(a),
         rms=lambda e, a: a * lax.rsqrt((a**2).mean(1, keepdims=True) + 1e-6),

@@ -219,9 +219,9 @@ class Emitter:
             dtype = self.plan.half if target == FLOAT32 else target
             (x,) = values
             return [Cell(x if x.dtype == dtype else _compat.convert(x, dtype))]
-        if eqn.primitive.name == "scatter-add":
-            sets = node.name == "scatter"
-            outs = _compat.scatter_half(eqn, values, never_meet=not sets)
+        if eqn.primitive.name in _compat.SCATTERS:
+            never_meet = node.name == "scatter-add"  # or it would be float32
+            outs = _compat.scatter_half(eqn, values, never_meet)
         elif eqn.primitive.name == "reduce_sum" and _is_view(eqn):
             outs = [jax.lax.squeeze(values[0], eqn.params["axes"])]
         else:
@@ -359,7 +359,10 @@ class Emitter:
         if node is None:
             return None
         label, pins = int(self.plan.labels[node]), self.plan.pins
-        return label, node in self.plan.saturates, node in pins.lookups
+        # Numbers that one use was passed, and another not: they are emitted as such.
+        numbers = self.plan.graph.nodes[node].literals
+        passed = tuple((i, str(x)) for i, x in numbers.items())
+        return label, node in self.plan.saturates, node in pins.lookups, passed
 
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:

@@ -47,6 +47,7 @@ from jmp_rewrite._rules import (
     COPIES,
     COSTLY,
     MOVES,
+    PICKS,
     PRODUCTS,
     VIEWS,
     Category,
@@ -172,8 +173,15 @@ def _needs(graph: Graph, wants: set[int]) -> list[tuple[int, int]]:
 
     The gradient of a maximum asks which elements equal it: it is half only if they are.
     What no product reads is no activation, such as a router's largest probability.
+    A number may take its place first: `where(isneginf(largest), 0, largest)`.
     """
     consumers, picked = graph.consumers(), dict(origins.compared_picks(graph))
+
+    def picks_one(node: int) -> bool:
+        data = [v for v in graph.nodes[node].inputs if v.made_of_data]
+        return graph.nodes[node].name in PICKS and len(data) == 1
+
+    wants = reached(wants, graph.predecessors(), picks_one)
     extremes = (n for n in picked if graph.nodes[n].name not in COPIES)
     read = (n for n in extremes if not wants.isdisjoint(consumers[n]))
     found = reached(read, graph.predecessors(), picked.__contains__)

@@ -54,10 +54,6 @@ _SPREADS = frozenset(
 )
 
 
-# These hold a jaxpr that takes float32 scalars.
-_TYPED = frozenset({"scatter-max", "scatter-min"})
-
-
 @dataclasses.dataclass(eq=False)
 class Plan:
     """A program and what is done with it.
@@ -290,7 +286,7 @@ def _is_wide(node: Node, pins: Pins) -> bool:
     if (
         node.name in table.ACCUMULATES
         and pins.categories[node.index] is not Category.CLEAR
-    ) or node.name in _TYPED:
+    ):
         return True
     if node.name in _SPREADS and not pins.whole_step:
         return True

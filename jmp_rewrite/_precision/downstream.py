@@ -20,16 +20,22 @@ ALLOW, INFER, DENY, CLEAR = Category
 def spread(graph: Graph, pins: Pins, out_of_range: set[int]) -> None:
     """What lies downstream of a deny node is full, up to the next allow node.
 
-    So is what follows from a number that half cannot hold: it is still in there.
+    So is what follows from a number that half cannot hold: it is still in there. A
+    known number, such as the 0 of `where(mask, 0, x)`, is judged where it is read.
     """
     stack = [n for n, c in enumerate(pins.categories) if c is DENY]
     stack += sorted(out_of_range)
     origin = {n: n for n in stack}
     consumers = graph.consumers()
+
+    def is_number(node: int, reader: int) -> bool:
+        read = (v for v in graph.nodes[reader].inputs if v.node == node)
+        return all(v.constant is not None and not v.constant.ndim for v in read)
+
     while stack:
         node = stack.pop()
         for reader in consumers[node]:
-            if reader in origin or reader in pins.forced:
+            if reader in origin or reader in pins.forced or is_number(node, reader):
                 continue
             if pins.categories[reader] in (INFER, CLEAR):
                 origin[reader] = origin[node]

@@ -300,6 +300,37 @@ def test_a_shared_block_is_emitted_once():
     assert len(distinct_blocks(trace(mixed_precision(f, BF16), ws, x))) == 1
 
 
+BOUNDED = {
+    "hard_tanh": jax.nn.hard_tanh,
+    "nested": lambda x: jnp.where(x > 2, 2.0, jnp.where(x < -1, -0.5, x)),
+    "calls": lambda x: limited(limited(x, 1.5) - 1.0, 0.5),
+    "signs": lambda x: jnp.where(x > 1, 0.0, jnp.where(x < -1, -0.0, x)),
+}
+
+
+@jax.jit
+def limited(x, bound):
+    return jnp.minimum(x, bound)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_shared_block_keeps_the_numbers_of_each_call(name, policy):
+    """JAX traces `where` once: with 1 in one call, and with -1 in another."""
+    params, (x,) = weights((W, W), (W, W)), weights((16, W))
+    x = 4 * x
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(BOUNDED[name](x @ params[0]) @ params[1]) ** 2)
+
+    step = jax.value_and_grad(loss)
+    exact, (first, second) = step(params, x)
+    found, gradients = jax.jit(mixed_precision(step, policy))(params, x)
+    assert abs(found - exact) < 2**-6 * exact
+    for a, b in zip(gradients, (first, second), strict=True):
+        assert jnp.linalg.norm(a - b) < 2**-2 * jnp.linalg.norm(b)  # a border moves
+
+
 def test_a_block_in_two_precisions_is_emitted_twice():
     """One use under full_precision does not make the other full."""
     from jmp_rewrite import full_precision

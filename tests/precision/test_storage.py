@@ -277,6 +277,41 @@ def test_a_maximum_that_a_product_reads_is_half_as_what_it_is_of(bias, policy):
     assert count.outvars[0] in read
 
 
+EMPTY = {
+    "kept": lambda y: jnp.maximum(y, -1e3),
+    "a float": lambda y: jnp.where(jnp.isneginf(y), 0.0, y),
+    "an integer": lambda y: jnp.where(jnp.isneginf(y), 0, y),
+}
+
+
+@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize("empty", EMPTY)
+@pytest.mark.parametrize("segment", [jax.ops.segment_max, jax.ops.segment_min])
+def test_a_largest_neighbour_is_half_as_what_it_is_of(segment, empty, policy):
+    """Whatever stands for one of none; what equals it is counted in float32."""
+    of = jnp.arange(T) // 3 % 4
+
+    def loss(params, x, of):
+        h = jax.nn.relu(x @ params[0])
+        found = segment(h if segment is jax.ops.segment_max else -h, of, 6)
+        if segment is jax.ops.segment_min:
+            found = -found
+        return jnp.square(EMPTY[empty](found) @ params[1]).mean()
+
+    params, x = weights((D, 48), (48, D)), normal(T, D)
+    gradient = jax.grad(loss)
+    jaxpr = trace(mixed_precision(gradient, policy), params, x, of)
+    name = "scatter-max" if segment is jax.ops.segment_max else "scatter-min"
+    (extreme,) = eqns(jaxpr, name)
+    assert dtypes_out(extreme) == [HALF[policy]]
+    counts = eqns(jaxpr, "scatter-add")
+    assert counts and all(dtypes_out(e) == ["float32"] for e in counts)
+    half = jax.jit(mixed_precision(gradient, policy))(params, x, of)
+    exact = gradient(params, x, of)
+    for a, b in zip(half, exact, strict=True):
+        assert jnp.linalg.norm(a - b) < 2**-5 * jnp.linalg.norm(b)
+
+
 def test_the_largest_probability_is_float32_as_all_are():
     """A router that compares them would choose two experts of two equal ones."""
 
