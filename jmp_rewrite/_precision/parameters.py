@@ -20,7 +20,7 @@ from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_float32, reached
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.origins import MOVES, REDUCTIONS
 from jmp_rewrite._precision.terms import source_of
-from jmp_rewrite._rules import PRODUCTS
+from jmp_rewrite._rules import PRODUCTS, VIEWS
 
 _UNJOINED = MOVES - EITHER - {"concatenate", "split"}
 # Fields of a NamedTuple that is somebody's whole train state, parameters included.
@@ -111,7 +111,8 @@ def overrides(
                 used.add(pattern)
                 # A statistic is small, and much is computed from it.
                 ends = REDUCTIONS if kind == "half" else frozenset()
-                nodes = _Layer(program, own, regex, ends).nodes()
+                joined = kind == "float32"
+                nodes = _Layer(program, own, regex, ends, joined).nodes()
                 found.update(dict.fromkeys(nodes, (pattern, kind)))
     return _without_full_scopes(graph, policy, found), frozenset(used)
 
@@ -202,6 +203,17 @@ class _Program:
             return []
         return [(p, v.node) for p, v in zip(floats, self.graph.results, strict=True)]
 
+    def unmoved(self, value: Value) -> Value:
+        """Returns what a value is, seen through what changes nothing but its shape."""
+        while value.node >= 0:
+            node = self.nodes[value.node]
+            if len(node.inputs) != 1 or node.name not in VIEWS:
+                break
+            if node.size != node.inputs[0].size:
+                break
+            (value,) = node.inputs
+        return value
+
     def root(self, value: Value) -> Any:
         """Returns the source of a value, through moves."""
         source = source_of(value, self.graph, _UNJOINED)
@@ -226,8 +238,10 @@ class _Layer:
         arguments: set[int],
         regex: re.Pattern[str],
         ends: frozenset[str] = frozenset(),
+        joined: bool = False,
     ) -> None:
         self._program = program
+        self._joined = joined
         self._ends = ends
         self._arguments = arguments
         self._regex = regex
@@ -278,6 +292,9 @@ class _Layer:
             return any(map(self._is_own, node.inputs))
         if _looks_up(node):
             return False
+        if self._joined and self._joins_parameters(node):
+            self._exact.add(node.index)
+            return True
         own = [v for v in node.inputs if self._is_own(v)]
         others = [v for v in node.inputs if not (self._is_own(v) or _is_neutral(v))]
         if others:
@@ -287,6 +304,15 @@ class _Layer:
             if max(sizes, default=0) <= max(math.prod(v.aval.shape) for v in own):
                 self._exact.add(node.index)
         return max(sizes, default=0) <= self._largest
+
+    def _joins_parameters(self, node: Node) -> bool:
+        """Whether parameters of one shape are stacked, this layer's among them."""
+        if node.name not in ("concatenate", "stack"):
+            return False
+        if len({v.aval.shape for v in node.inputs}) > 1:
+            return False
+        roots = (self._program.unmoved(v) for v in node.inputs)
+        return all(v.node < 0 <= v.argument for v in roots)
 
     def _is_update(self, node: Node, others: Sequence[Value]) -> bool:
         """Whether a parameter is moved along its gradient."""

@@ -484,6 +484,28 @@ def test_a_match_by_path_is_no_miss():
 # ---- rules
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["loss", "step"])
+def test_layers_that_a_scan_runs_over_are_one(transform):
+    """One of them is float32 only if all are: their products are the same."""
+    params = {f"layer_{i}": {"kernel": jnp.eye(8)} for i in range(3)}
+    params["last"] = {"kernel": jnp.eye(8)}
+    x = jnp.ones((4, 8))
+
+    def loss(params, x):
+        stacked = jnp.stack([params[f"layer_{i}"]["kernel"] for i in range(3)])
+        x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)
+        return ((x @ params["last"]["kernel"]) ** 2).mean()
+
+    def found(name):
+        return kinds(transform(loss), params, x, scopes={name: "float32"})
+
+    count = len(found("last"))
+    one = count // 2  # a product of each, forward and backward
+    assert found("layer_1") == ["bfloat16"] * one + ["float32"] * (count - one)
+    assert found("last") == found("layer_1")
+    assert found("") == ["float32"] * count
+
+
 def test_infer_makes_exp_half():
     def f(x, w):
         return jnp.exp(x @ w) @ w
