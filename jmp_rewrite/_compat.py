@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -570,6 +570,31 @@ def is_dropped(var: Any) -> bool:
 def is_reference(aval: Any) -> bool:
     """Whether a type is that of a mutable array reference."""
     return hasattr(aval, "inner_aval")
+
+
+def dereferenced(x: Any) -> Any:
+    """Returns the array that a mutable reference holds now; anything else as it is."""
+    return x[...] if is_reference(jax.typeof(x)) else x
+
+
+def renewed(x: Any) -> Any:
+    """Returns a reference of its own to what a reference holds now."""
+    return jax.new_ref(x[...]) if is_reference(jax.typeof(x)) else x
+
+
+def explicit_mesh(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Runs equations on arrays as in a function of them, if their types hold a mesh."""
+    for x in arrays:
+        mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+        if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
+            return jax.set_mesh(mesh)
+    return contextlib.nullcontext()
+
+
+def unsharded(x: Any) -> Any:
+    """Returns an array without a mesh in its type, on the host if it has one."""
+    mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+    return x if mesh is None else np.asarray(x)
 
 
 # The `device_kind` that a program is lowered for in a process that does not hold such a

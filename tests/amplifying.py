@@ -486,6 +486,15 @@ def correlation_args(rng):
 # ---- 11. what is spread over segments, transparencies, weights that are computed
 
 
+def limited(ws, x):
+    """What is limited to a number that half has not got, and compared with it."""
+    h = network(ws, x)
+    least, range_ = jnp.maximum(h, 0.3), jnp.clip(h, -0.9, 0.9)
+    over = jnp.where(least > 0.3, least, 0.0)
+    inside = jnp.where(jnp.abs(range_) >= 0.9, 0.0, range_)
+    return over @ ws[4] + inside @ ws[5]
+
+
 def segments(ws, x, of):
     """Mean, deviation and maximum of segments, some of which hold one row."""
     h = network(ws, x)
@@ -927,6 +936,7 @@ CASES = [
         ),
     ),
     Case("10_correlation", correlation, correlation_args),
+    Case("11_limited", limited, network_args, ()),
     Case("11_segments", segments, segments_args),
     Case(
         "11_rendered",

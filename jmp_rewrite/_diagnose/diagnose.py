@@ -111,7 +111,8 @@ def diagnose(
         whole = inner.whole(args, kwargs)
         traced = _rewrite.trace_types(plain, *whole, inner.hide, chosen)
         program = _Program(traced)
-        with jax.debug_nans(False), jax.debug_infs(False):
+        mesh = _compat.explicit_mesh(traced.arrays)
+        with jax.debug_nans(False), jax.debug_infs(False), mesh:
             return _diagnosis(
                 name_of(plain).rpartition("<locals>.")[2],
                 program,
@@ -169,11 +170,17 @@ class _Program:
         """Runs the program as a policy rewrites it."""
         with jax.debug_nans(False), jax.debug_infs(False):
             closed, consts = self.rewritten(policy)
-            return evaluate(closed, [*consts, *self.traced.arrays])
+            with _compat.explicit_mesh(self.traced.arrays):
+                return evaluate(closed, [*consts, *_fresh(self.traced.arrays)])
 
     def reference(self, arrays: Sequence[Any]) -> list[Any]:
         """Runs the program in float32."""
-        return evaluate(self.traced.closed, arrays, in_float32)
+        return evaluate(self.traced.closed, _fresh(arrays), in_float32)
+
+
+def _fresh(arrays: Sequence[Any]) -> list[Any]:
+    """Returns arguments for one run: what it writes to references stays with it."""
+    return [_compat.renewed(x) for x in arrays]
 
 
 def _endless(eqn: Any, own: int, reference: int, half: str) -> str:
@@ -190,7 +197,8 @@ def _diagnosis(
     traced = program.traced
     paths = parameters.argument_paths(traced.arguments)
     with stage(f"running {name} in float32 and under {policy!r}, side by side"):
-        pairs, shadow = _shadow.run(*program.rewritten(policy), traced.arrays, HANDLERS)
+        arrays = _fresh(traced.arrays)
+        pairs, shadow = _shadow.run(*program.rewritten(policy), arrays, HANDLERS)
     shadows, gradients = [p.shadow for p in pairs], [p.gradient for p in pairs]
     reference = Reference(shadows, traced.arrays, gradients)
     with stage("running it again in float32, to tell rounding noise from faults"):

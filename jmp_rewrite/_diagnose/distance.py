@@ -139,7 +139,7 @@ def _result(
     if not jnp.issubdtype(reference.dtype, np.inexact):
         wrong = (value != reference).astype(np.float32)
         return nothing._replace(error=wrong.mean() if value.size else np.float32(0.0))  # type: ignore[arg-type]
-    dtype = jnp.promote_types(reference.dtype, np.float32)
+    dtype = at_least_float32(reference.dtype)
     x, r, *own = (a.astype(dtype) for a in (value, reference, *exact))
     shifted = [r + _shift(*t, xp).astype(dtype) for t in terms]
     sums, largest = _compare(
@@ -266,6 +266,11 @@ def _nonfinite(value: Any, references: Sequence[Any]) -> Any:
     )
 
 
+def at_least_float32(dtype: np.dtype) -> np.dtype:
+    """Returns float32 for smaller floats, of which JAX promotes not all to it."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
 # The exponents that are counted: magnitudes from 2**-60 on, and up to 2**20.
 LOWEST, HIGHEST = -60, 20
 BINS = HIGHEST - LOWEST
@@ -278,7 +283,7 @@ def exponents(x: Any) -> Any:
     """
     if isinstance(x, jax.core.Tracer):
         return _exponents(_sample(x))
-    sample = np.abs(_fetch(x).astype(np.float32))
+    sample = np.abs(_fetch(x)).astype(np.float32)
     _, powers = np.frexp(sample[(sample > 0) & np.isfinite(sample)])
     places = np.clip(powers - 1 - LOWEST, 0, BINS - 1)
     return np.bincount(places, minlength=BINS).astype(np.float32)
@@ -286,7 +291,7 @@ def exponents(x: Any) -> Any:
 
 @jax.jit
 def _exponents(x: Any) -> Any:
-    sample = jnp.abs(x.astype(np.float32))
+    sample = jnp.abs(x).astype(np.float32)
     counted = (sample > 0) & jnp.isfinite(sample)
     _, powers = jnp.frexp(jnp.where(counted, sample, 1.0))
     places = jnp.clip(powers - 1 - LOWEST, 0, BINS - 1)

@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_rewrite import _compat
+from jmp_rewrite._diagnose.distance import at_least_float32
+
 # Parameters move by much less than this in a step, and unrelated arrays differ by more.
 _STEP = 0.5
 # Elements that are looked at to find the argument that a result continues.
@@ -101,6 +104,7 @@ def _array(x: Any) -> Any:
 
 def is_finite(x: Any) -> bool:
     """Whether nothing in an array is Inf or NaN."""
+    x = _compat.dereferenced(x)
     return not jnp.issubdtype(x.dtype, np.inexact) or bool(_is_finite(x))
 
 
@@ -115,7 +119,7 @@ def _distance(
     if not jnp.issubdtype(reference.dtype, np.inexact):
         wrong = jnp.sum((value != reference).astype(np.float32))
         return wrong, jnp.float32(max(reference.size, 1)), jnp.bool_(False)
-    dtype = jnp.promote_types(reference.dtype, np.float32)
+    dtype = at_least_float32(reference.dtype)
     value, reference = value.astype(dtype), reference.astype(dtype)
     known = jnp.isfinite(reference)
     spoilt = jnp.any(known & ~jnp.isfinite(value))
@@ -134,7 +138,7 @@ def _distance(
 
 def _weight(gradient: Any) -> Any:
     """Returns how much each element of what is made of a gradient counts: 0..1."""
-    size = jnp.abs(gradient.astype(np.float32))
+    size = jnp.abs(gradient).astype(np.float32)
     size = jnp.where(jnp.isfinite(size), size, 0.0)
     largest = size.max(initial=0.0)
     return jnp.where(largest > 0, size / jnp.where(largest > 0, largest, 1.0), 1.0)
@@ -175,16 +179,18 @@ def _change(x: Any, start: Any) -> float:
 def _sample(x: Any) -> Any:
     """Returns up to 64 elements of a float array in float32; None of anything else."""
     dtype = getattr(x, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, np.floating):
+    is_float = dtype is not None and jnp.issubdtype(dtype, np.floating)
+    if not is_float or _compat.is_reference(jax.typeof(x)):
         return None
-    return x.reshape(-1)[:: max(1, x.size // _SAMPLED) | 1][:_SAMPLED].astype(
-        np.float32
-    )
+    x = _compat.unsharded(x).reshape(-1)
+    return x[:: max(1, x.size // _SAMPLED) | 1][:_SAMPLED].astype(np.float32)
 
 
 def _shake(x: Any, seed: int) -> Any:
     """Changes each number of a float32 array by up to two spacings of float32."""
     if getattr(x, "dtype", None) != np.float32 or not x.shape:
+        return x
+    if _compat.is_reference(jax.typeof(x)):
         return x
     noise = np.random.default_rng(seed).uniform(-_SHAKE, _SHAKE, x.shape[-1:])
     return x * jnp.broadcast_to(1 + noise.astype(np.float32), x.shape)

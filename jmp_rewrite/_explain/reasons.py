@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._precision import FLOAT32_BYTES, HALF_BYTES, Label, Plan
-from jmp_rewrite._rules import PRODUCTS, Category
+from jmp_rewrite._rules import COMPARISONS, PRODUCTS, Category
 from jmp_rewrite._units import bytes_text
 
 # Categories beside those of the rules.
@@ -142,7 +142,7 @@ def _rounded(node: Node) -> str:
     return f"only its result is rounded, once, which saves {bytes_text(saved)} stored"
 
 
-_COMPARES = frozenset({"eq", "ge", "gt", "is_finite", "le", "lt", "ne"})
+_COMPARES = COMPARISONS | {"is_finite"}
 _SELECTS = frozenset({"argmax", "argmin", "clamp", "max", "min", "select_n", "sort"})
 
 

@@ -16,7 +16,7 @@ from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import SORTS, storage
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
-from jmp_rewrite._rules import MOVES, Category, table
+from jmp_rewrite._rules import COMPARISONS, MOVES, Category, table
 
 
 class Label(enum.IntEnum):
@@ -153,6 +153,8 @@ def make_plan(
     for node in pins.reduced | pins.lookups:
         labels[node] = True
     made = [_label(n, pins, labels) for n in graph.nodes]
+    for node in _asks_half(graph, pins, labels):
+        made[node] = Label.HALF
     rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
     saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
     asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
@@ -231,6 +233,23 @@ def _compare_alike(graph: Graph, labels: list[bool]) -> None:
     """
     for index, picked in origins.compared_picks(graph):
         labels[index] &= all(v.node >= 0 and labels[v.node] for v in picked)
+
+
+def _asks_half(graph: Graph, pins: Pins, labels: Sequence[bool]) -> list[int]:
+    """Returns what compares a half value, or what only moves one, with a number.
+
+    It asks with the number as half: the value may have been limited to that.
+    """
+    is_half = list(labels)
+    found = []
+    for node in graph.nodes:
+        index = node.index
+        held = [v.node >= 0 and is_half[v.node] for v in node.inputs]
+        of_half = bool(held) and all(held)
+        is_half[index] |= of_half and pins.moves_exactly(node)
+        if of_half and node.name in COMPARISONS and index in pins.sinks & pins.lossy:
+            found.append(index)
+    return found
 
 
 def _label(node: Node, pins: Pins, labels: Sequence[bool]) -> Label:

@@ -15,9 +15,8 @@ import ml_dtypes
 from jmp_rewrite._graph import Graph, Loop, Node, Value
 from jmp_rewrite._precision.decide import Plan
 from jmp_rewrite._precision.solvers import ends_by_floats, ends_by_integers
-from jmp_rewrite._rules import MOVES
+from jmp_rewrite._rules import MOVES, ORDERS
 
-_COMPARISONS = frozenset({"ge", "gt", "le", "lt"})
 # Between a difference and what it is compared with: norms, and tolerances of their own.
 _MEASURES = MOVES | {
     "abs",
@@ -58,7 +57,7 @@ def unreachable(plan: Plan) -> Iterator[Ending]:
         for index in loop.nodes:
             node = graph.nodes[index]
             exact = [v.node in plan.pins.exact or v.node < 0 for v in node.inputs]
-            if node.name not in _COMPARISONS or all(exact):
+            if node.name not in ORDERS or all(exact):
                 continue
             small = [x for x in _numbers(graph, loop, node) if x < epsilon]
             is_given = any(_is_given(v) for v in node.inputs)

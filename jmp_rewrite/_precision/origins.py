@@ -15,7 +15,14 @@ import numpy as np
 
 from jmp_rewrite import _rules
 from jmp_rewrite._graph import EITHER, JOINTS, Graph, Node, Value, is_backward, reached
-from jmp_rewrite._rules import COMPARES, COPIES, DECOMPOSITIONS, PICKS, Category
+from jmp_rewrite._rules import (
+    COMPARES,
+    COPIES,
+    DECOMPOSITIONS,
+    ORDERS,
+    PICKS,
+    Category,
+)
 
 # The elements of a result are elements of the operands, each used once.
 MOVES = _rules.MOVES | JOINTS | {"convert_element_type", "reduce_precision"}
@@ -139,8 +146,6 @@ def counts(graph: Graph, half: np.dtype) -> set[int]:
 # The results of these are elements of their operands.
 _COPIES = COPIES | {"stack_out"}
 _PICKS = PICKS | _COPIES
-# These ask which of two is the larger one. A known number was picked from neither.
-_ORDERS = frozenset({"ge", "gt", "le", "lt"})
 
 
 def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
@@ -151,8 +156,8 @@ def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
     """
     compares = [
         n.index
-        for n in graph.nodes
-        if n.name in COMPARES or (n.name in _ORDERS and len(n.inputs) > 1)
+        for n in graph.nodes  # a known number was picked from nothing
+        if n.name in COMPARES or (n.name in ORDERS and len(n.inputs) > 1)
     ]
 
     def picks(node: int) -> bool:

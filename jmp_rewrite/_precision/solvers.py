@@ -19,10 +19,10 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, Loop
-from jmp_rewrite._rules import held_jaxprs
+from jmp_rewrite._rules import COMPARISONS, held_jaxprs
 from jmp_rewrite._source import Lines
 
-_COMPARISONS = frozenset({"eq", "ge", "gt", "is_finite", "le", "lt", "ne"})
+_COMPARISONS = COMPARISONS | {"is_finite"}
 
 
 def inside_solvers(graph: Graph, products: set[int], state: set[int]) -> set[int]:

@@ -69,6 +69,10 @@ PICKS = frozenset(
 # These ask which elements are the same.
 COMPARES = frozenset({"eq", "ne"})
 
+# These ask which of two is the larger one.
+ORDERS = frozenset({"ge", "gt", "le", "lt"})
+COMPARISONS = COMPARES | ORDERS
+
 # These compute no new numbers: half operands make an exact half result.
 EXACT = frozenset(name for name, c in RULES.items() if c is Category.CLEAR)
 

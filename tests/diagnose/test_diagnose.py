@@ -1,5 +1,6 @@
 """`diagnose` names the line, says why, and finds what mends it."""
 
+import contextlib
 import html
 import sys
 import time
@@ -22,6 +23,55 @@ def standard_promotion():
     """Other people's programs run under JAX's defaults."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def written(ref, w, x):
+    ref[...] += jnp.mean(x @ w)
+    return jnp.tanh(x @ w)
+
+
+ODD = {
+    "a reference": (written, lambda: jax.new_ref(jnp.zeros(()))),
+    "float8": (lambda _, w, x: jnp.tanh(x @ w).astype(jnp.float8_e5m2), lambda: 0),
+    "complex numbers": (
+        lambda c, w, x: jnp.abs(jnp.fft.rfft(x @ w) * c).sum(),
+        lambda: jnp.ones(17, jnp.complex64) * 1j,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_odd_types_are_diagnosed(name, policy, recwarn):
+    fun, first = ODD[name]
+    given = first()
+    found = diagnose(fun, policy)(given, normal(16, 32) / 4, normal(24, 16))
+    assert 0 < max(found.results.values()) < 2**-4
+    assert not recwarn.list
+    if name == "a reference":
+        assert given[...] == 0  # what runs write, they write to copies
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_mesh_in_the_types_is_diagnosed(is_set):
+    """`jax.make_mesh` makes such meshes, which equations outside of `jit` must hold."""
+    devices = len(jax.devices())
+    mesh = jax.make_mesh((devices,), ("data",))
+    rows, all_of_it = (
+        jax.NamedSharding(mesh, jax.P(*names)) for names in (("data",), ())
+    )
+    x, w = normal(8 * devices, 16), normal(16, 32) / 4
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        given = jax.device_put(w, all_of_it), jax.device_put(x, rows)
+        found = diagnose(jax.value_and_grad(loss), "mixed_bfloat16")(*given)
+    plain = diagnose(jax.value_and_grad(loss), "mixed_bfloat16")(w, x)
+    assert found.worst.line == plain.worst.line
+    for name, error in plain.results.items():
+        assert abs(found.results[name] - error) < 2**-8
 
 
 # Those whose remedy takes no long search.
