@@ -63,6 +63,9 @@ NUMBERED = frozenset({"constant", "parameter"})
 # These change a part of their first operand in place; the part is this operand.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 
+# These read a part of their first operand.
+_SLICES = frozenset({"dynamic-slice", "gather", "slice"})
+
 # A fusion of nothing else than these and a convert is a cast that stands alone.
 LAYOUT = BOOKKEEPING | {"copy", "transpose", "reshape", "broadcast"}
 
@@ -270,15 +273,42 @@ class Module:
             return i.arrays
         outside = self._of(i)
         arrays = [outside[o].arrays for o in i.operands if o in outside]
-        inside = self.computations.get(i.fused or "", {})
-        parameters = {x.number: x for x in inside.values() if x.opcode == "parameter"}
+        inside, parameters = self._inside(i)
         found = []
         for number, operand in enumerate(arrays):
             if number in parameters and len(operand) == 1:
-                found += _used(parameters[number], inside)
+                found += self._used(parameters[number], inside)
             elif not (i.opcode in UPDATES and number == 0):
                 found += operand
         return found
+
+    def _inside(
+        self, i: Instruction
+    ) -> tuple[dict[str, Instruction], dict[int, Instruction]]:
+        """Returns what a fusion computes, and its parameters by their numbers."""
+        inside = self.computations.get(i.fused or "", {})
+        return inside, {x.number: x for x in inside.values() if x.opcode == "parameter"}
+
+    def _used(
+        self, parameter: Instruction, inside: dict[str, Instruction]
+    ) -> list[Array]:
+        """What a fusion, and the fusions inside of it, use of an operand."""
+        found: list[Array] = []
+        for user in inside.values():
+            for number, operand in enumerate(user.operands):
+                if operand != parameter.name:
+                    continue
+                deeper, parameters = self._inside(user)
+                if number in parameters:
+                    found += self._used(parameters[number], deeper)
+                elif number == 0 and user.opcode in _SLICES:
+                    found += user.arrays
+                elif number == 0 and user.opcode == "bitcast":
+                    found += self._used(user, inside)
+                elif not (number == 0 and user.opcode in UPDATES):
+                    return parameter.arrays
+        whole = sum(a.bytes for a in parameter.arrays)
+        return found if sum(a.bytes for a in found) < whole else parameter.arrays
 
     def _of(self, i: Instruction) -> dict[str, Instruction]:
         return self.computations[self._homes[i.name]]
@@ -383,21 +413,6 @@ class Module:
     def source(self, i: Instruction) -> str:
         """The user's line, `file:line`."""
         return self.frames.get(i.frame, "")
-
-
-def _used(parameter: Instruction, inside: dict[str, Instruction]) -> list[Array]:
-    """What a fusion uses of an operand."""
-    users = [x for x in inside.values() if parameter.name in x.operands]
-    found = []
-    for user in users:
-        first = user.operands[0] == parameter.name
-        if first and user.opcode in ("dynamic-slice", "slice", "gather"):
-            found += user.arrays
-        elif first and user.opcode == "bitcast":
-            found += _used(user, inside)
-        elif not (first and user.opcode in UPDATES):
-            return parameter.arrays
-    return found
 
 
 def _updated(array: Array, update: Instruction, among: dict[str, Instruction]) -> Array:

@@ -92,6 +92,43 @@ def test_bytes_of_a_loop_are_counted_by_its_trips():
     assert module.bytes_repeated() == 255 * (9 + 12 + 32)
 
 
+NESTED = """HloModule jit_f
+
+%inner (a: f32[64,8], n: s32[]) -> f32[8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %row = f32[1,8]{1,0} dynamic-slice(%a, %n, %zero), dynamic_slice_sizes={1,8}
+  ROOT %flat = f32[8]{0} bitcast(%row)
+}
+
+%outer (x: f32[64,8], m: s32[], y: f32[8]) -> f32[8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  %m = s32[] parameter(1)
+  %y = f32[8]{0} parameter(2)
+  %first = f32[8]{0} fusion(%x, %m), kind=kLoop, calls=%inner
+  %again = f32[8]{0} fusion(%x, %m), kind=kLoop, calls=%inner
+  %sum = f32[8]{0} add(%first, %again)
+  ROOT %total = f32[8]{0} add(%sum, %y)
+}
+
+ENTRY %main (stack: f32[64,8], i: s32[], z: f32[8]) -> f32[8] {
+  %stack = f32[64,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = f32[8]{0} parameter(2)
+  ROOT %r = f32[8]{0} fusion(%stack, %i, %z), kind=kOutput, calls=%outer
+}
+"""
+
+
+def test_a_fusion_inside_of_a_fusion_reads_what_it_slices():
+    module = hlo.parse(NESTED)
+    rows, number, other = 2 * 32, 4, 32
+    assert module.bytes_read() == rows + number + other
+    whole = NESTED.replace("add(%first, %again)", "add(%first, %x)")
+    assert hlo.parse(whole).bytes_read() == 64 * 32 + number + other
+
+
 COLLECTIVES = """HloModule jit_f
 
 %add (a: f32[], b: f32[]) -> f32[] {
