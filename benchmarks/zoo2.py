@@ -41,6 +41,7 @@ import zoo2_unseen_seventh
 import zoo2_unseen_sixth
 import zoo2_unseen_tenth
 import zoo2_unseen_third
+import zoo2_unseen_thirteenth
 import zoo2_unseen_twelfth
 import zoo2_vision
 from compare import print_rows
@@ -192,6 +193,18 @@ UNSEEN_TWELFTH = {
     "spoken": zoo2_unseen_twelfth.spoken,
     "slopes": zoo2_unseen_twelfth.slopes,
     "graph_moments": zoo2_unseen_twelfth.graph_moments,
+    "average": zoo2_unseen_thirteenth.Average,
+    "speakers": zoo2_unseen_thirteenth.speakers,
+    "cascades": zoo2_unseen_thirteenth.cascades,
+    "sparse_text": zoo2_unseen_thirteenth.sparse_text,
+    "merging": zoo2_unseen_thirteenth.merging,
+    "moving_camera": zoo2_unseen_thirteenth.moving_camera,
+    "genome": zoo2_unseen_thirteenth.genome,
+    "halting": zoo2_unseen_thirteenth.Halting,
+    "memory": zoo2_unseen_thirteenth.memory,
+    "adapters": zoo2_unseen_thirteenth.adapters,
+    "complex_states": zoo2_unseen_thirteenth.complex_states,
+    "doing": zoo2_unseen_thirteenth.Doing,
 }
 PROGRAMS = (
     FIRST
