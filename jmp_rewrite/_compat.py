@@ -416,18 +416,6 @@ def staged(x: Any) -> Any:
 
     It belongs to the jaxpr that is being traced: see `maker`.
     """
-    x = _beneath(x)
-    is_staged = type(x).__name__ == "DynamicJaxprTracer" and hasattr(x, "parent")
-    return x if is_staged else None
-
-
-def is_eager(x: Any) -> bool:
-    """Whether a value was computed at once, maybe under `vmap` or differentiation."""
-    return is_concrete(_beneath(x))
-
-
-def _beneath(x: Any) -> Any:
-    """Returns the value under the tracers of `vmap` and of differentiation."""
     while True:
         kind = type(x).__name__
         if kind == "BatchTracer":
@@ -435,7 +423,8 @@ def _beneath(x: Any) -> Any:
         elif kind in ("JVPTracer", "LinearizeTracer"):
             x = x.primal
         else:
-            return x
+            is_staged = kind == "DynamicJaxprTracer" and hasattr(x, "parent")
+            return x if is_staged else None
 
 
 def is_in_one_jaxpr(x: Any, y: Any) -> bool:

@@ -234,7 +234,7 @@ class _EagerCalls:
 
     def count(self, results: Sequence[Any]) -> None:
         """Counts a call that has made these arrays."""
-        is_eager = any(map(_compat.is_eager, results))
+        is_eager = any(map(_compat.is_concrete, results))
         if not is_eager or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         self._number += 1

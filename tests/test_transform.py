@@ -536,28 +536,13 @@ def test_eager_calls_trace_each_time_and_the_second_is_heard(inside):
 @pytest.mark.parametrize(
     "call",
     [
+        lambda half: jax.jit(lambda x: half(x, W) + half(X, W))(X),
         lambda half: jax.vmap(half, (0, None))(X, W),
         lambda half: jax.grad(lambda x: half(x, W).sum())(X),
-        lambda half: jax.vmap(jax.value_and_grad(lambda x: half(x, W).sum()))(X),
-    ],
-    ids=["vmap", "grad", "vmap of value_and_grad"],
-)
-def test_transformed_eager_calls_are_heard(call):
-    half = mixed_precision(f, "mixed_bfloat16")
-    call(half)
-    with pytest.warns(UserWarning, match="put @jax.jit above @mixed_prec"):
-        call(half)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda half: jax.jit(lambda x: half(x, W) + half(X, W))(X),
-        lambda half: jax.jit(jax.grad(lambda x: half(x, W).sum()))(X),
         lambda half: jax.eval_shape(half, X, W),
         lambda half: jax.make_jaxpr(half)(X, W),
     ],
-    ids=["jit", "jit of grad", "eval_shape", "make_jaxpr"],
+    ids=["jit", "vmap", "grad", "eval_shape", "make_jaxpr"],
 )
 def test_traced_calls_are_not_heard(call):
     half = mixed_precision(f, "mixed_bfloat16")
