@@ -162,12 +162,12 @@ def while_(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
 
     with e.inside(eqn), e.muted():
         on = goes_on(carry.start)
-    times = tuple(jnp.zeros_like(o, np.int32) for o in on)
+    times = tuple(jnp.int32(0) for o in on)
     state = _first_rounds(e, eqn, step, (times, carry.start, on))
-    if is_traced(state) or any(state[2]):
+    if is_traced(state) or any(_any(state[2])):
         state = _other_rounds(e, eqn, step, state)
     times, states, on = state
-    if not is_traced(state) and on[0] and not on[1]:
+    if not is_traced(state) and on[0].any() and not on[1].any():
         e.endless.append((eqn, int(times[0]), int(times[1])))
     row = e.add("branches", [], dtype="int32")
     e.count(row, Measured(times[:1], times[1:]), [])
@@ -180,11 +180,11 @@ def _first_rounds(e: Shadow, eqn: Any, step: Callable[..., Any], state: Any) -> 
     The state is (iterations of program and shadow, carries, whether they go on).
     """
     frames: dict[int, Frame] = {}
-    while not is_traced(state) and max(state[0]) < e.few and any(state[2]):
+    while not is_traced(state) and max(state[0]) < e.few and any(_any(state[2])):
         times, states, on = state
         with e.counting() as frame, e.inside(eqn):
             states, after = step(states, on)
-        if all(on):
+        if all(_any(on)):
             frames[int(times[0])] = frame
         state = _later(times, on), states, after
     e.frame.add_iterations(frames)
@@ -200,7 +200,7 @@ def _other_rounds(e: Shadow, eqn: Any, step: Callable[..., Any], state: Any) -> 
         (times, states, on), counted = both
         (states, after), new = traced(states, on)
         merged = traced.merge(counted, new, times[0])
-        is_counted = on[0] & on[1]
+        is_counted = jnp.all(jnp.stack(_any(on)))
         counted = jax.tree.map(
             lambda m, c: jnp.where(is_counted, m, c), merged, counted
         )
@@ -217,10 +217,17 @@ def _other_rounds(e: Shadow, eqn: Any, step: Callable[..., Any], state: Any) -> 
 def _goes_on(times: tuple[Any, Any], on: tuple[Any, Any]) -> Any:
     """Whether one of program and shadow is in the loop, and not far too long."""
     until = _LEAST + _PATIENCE * jnp.minimum(*times)
-    return (on[0] & on[1]) | ((on[0] | on[1]) & (jnp.maximum(*times) < until))
+    own, other = _any(on)
+    return (own & other) | ((own | other) & (jnp.maximum(*times) < until))
+
+
+def _any(on: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Whether any of a batch is in the loop: the program's, the shadow's."""
+    return on[0].any(), on[1].any()
 
 
 def _later(times: tuple[Any, Any], on: tuple[Any, Any]) -> tuple[Any, Any]:
     """Counts an iteration for program and shadow, if they are still in the loop."""
-    own, other = (t + o.astype(np.int32) for t, o in zip(times, on, strict=True))
+    pairs = zip(times, _any(on), strict=True)
+    own, other = (t + o.astype(np.int32) for t, o in pairs)
     return own, other

@@ -40,10 +40,20 @@ def error_of(pair: Pair) -> Any:
 
 
 def chosen(on: tuple[Any, Any], new: State, old: State) -> State:
-    """Keeps the values of what has left a loop: the program, or its shadow."""
-    value = lax.select_n(on[0], old[0], new[0])
-    shadow = lax.select_n(on[1], old[1], new[1])
+    """Keeps the values of what has left a loop: the program, or its shadow.
+
+    Under `vmap` each of a batch leaves for itself: the condition has its dimensions,
+    which come first in all that the loop carries.
+    """
+    value = lax.select_n(_as_wide(on[0], old[0]), old[0], new[0])
+    shadow = lax.select_n(_as_wide(on[1], old[1]), old[1], new[1])
     return value, shadow, new[2]
+
+
+def _as_wide(on: Any, carried: Any) -> Any:
+    if not on.shape:
+        return on
+    return lax.broadcast_in_dim(on, carried.shape, range(on.ndim))
 
 
 def is_traced(tree: Any) -> bool:

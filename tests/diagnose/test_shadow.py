@@ -151,6 +151,16 @@ def converging(x, w):
     return lax.while_loop(goes_on, lambda s: (s[0] + 1, s[1] @ w), (0, x))
 
 
+def each_for_itself(x, w):
+    """Under `vmap` one of a batch leaves the loop before the others."""
+
+    def iterated(h, times):
+        return lax.fori_loop(0, times, lambda _, h: jnp.tanh(h @ w), h)
+
+    times = jnp.arange(len(x)) * 2
+    return jax.vmap(iterated)(x, times), jax.vmap(converging, (0, None))(x, w)
+
+
 def branching(x, w):
     def body(h, i):
         arms = [lambda h: h @ w, lambda h: jnp.tanh(h) @ w, lambda h: h]
@@ -171,7 +181,10 @@ def nested(x, w):
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("few", [0, 2, 64], ids=["compiled", "both", "by equation"])
-@pytest.mark.parametrize("loop", [long_scan, backwards, converging, branching, nested])
+@pytest.mark.parametrize(
+    "loop",
+    [long_scan, backwards, converging, each_for_itself, branching, nested],
+)
 def test_loops(few, loop):
     """A loop is run equation by equation or compiled, with the same numbers."""
     x, w = normal(4, W), normal(W, W, scale=0.3)
