@@ -573,17 +573,21 @@ def renewed(x: Any) -> Any:
 
 def explicit_mesh(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """Runs equations on arrays as in a function of them, if their types hold a mesh."""
-    for x in arrays:
-        mesh = getattr(getattr(x, "sharding", None), "mesh", None)
-        if mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types:
-            return jax.set_mesh(mesh)
-    return contextlib.nullcontext()
+    meshes = (_explicit(x) for x in arrays)
+    mesh = next((m for m in meshes if m is not None), None)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def unsharded(x: Any) -> Any:
-    """Returns an array without a mesh in its type, on the host if it has one."""
+    """Returns an array without a mesh in its type, on the host if it had one."""
+    return x if _explicit(x) is None else np.asarray(x)
+
+
+def _explicit(x: Any) -> Any:
+    """Returns the mesh in an array's type, or None."""
     mesh = getattr(getattr(x, "sharding", None), "mesh", None)
-    return x if mesh is None else np.asarray(x)
+    axes = () if mesh is None else mesh.axis_types
+    return mesh if jax.sharding.AxisType.Explicit in axes else None
 
 
 # The `device_kind` that a program is lowered for in a process that does not hold such a

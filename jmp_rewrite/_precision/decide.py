@@ -240,14 +240,14 @@ def _asks_half(graph: Graph, pins: Pins, labels: Sequence[bool]) -> list[int]:
 
     It asks with the number as half: the value may have been limited to that.
     """
-    is_half = list(labels)
+    is_half, asks = list(labels), pins.sinks & pins.lossy
     found = []
     for node in graph.nodes:
         index = node.index
         held = [v.node >= 0 and is_half[v.node] for v in node.inputs]
         of_half = bool(held) and all(held)
         is_half[index] |= of_half and pins.moves_exactly(node)
-        if of_half and node.name in COMPARISONS and index in pins.sinks & pins.lossy:
+        if of_half and node.name in COMPARISONS and index in asks:
             found.append(index)
     return found
 

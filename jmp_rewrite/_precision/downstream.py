@@ -29,8 +29,8 @@ def spread(graph: Graph, pins: Pins, out_of_range: set[int]) -> None:
     consumers = graph.consumers()
 
     def is_number(node: int, reader: int) -> bool:
-        read = (v for v in graph.nodes[reader].inputs if v.node == node)
-        return all(v.constant is not None and not v.constant.ndim for v in read)
+        read = [v.constant for v in graph.nodes[reader].inputs if v.node == node]
+        return bool(read) and all(x is not None and not x.ndim for x in read)
 
     while stack:
         node = stack.pop()
