@@ -6,6 +6,7 @@ import re
 import pytest
 
 from jmp_rewrite._cost import devices, gpus
+from jmp_rewrite._passes.by_device import device_of
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,15 @@ def test_every_listed_name_is_known():
     for name in devices.names():
         found = devices.target(name)
         assert found.name == name and found.devices == 1 and found.memory > 2**32
+
+
+@pytest.mark.parametrize("name", devices.names())
+def test_the_passes_know_the_same_devices(name):
+    """The program whose cost is asked for can be run here, by the same name."""
+    target = devices.target(name)
+    platform, *kinds = device_of(name)
+    assert platform == target.platform
+    assert kinds == ([target.kind] if platform == "tpu" else [])
 
 
 def test_a_topology_says_how_many_devices():
