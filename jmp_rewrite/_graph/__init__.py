@@ -1,6 +1,7 @@
 """The program as one graph; judges nothing."""
 
 from jmp_rewrite._graph import build, nodes, region
+from jmp_rewrite._graph.distinct import counts_up, is_as_wide
 from jmp_rewrite._graph.equal import computed_once
 from jmp_rewrite._graph.half import compute_dtype, half_precision, has_half_precision
 from jmp_rewrite._graph.nodes import (
@@ -60,12 +61,14 @@ __all__ = [
     "build",
     "compute_dtype",
     "computed_once",
+    "counts_up",
     "elements",
     "full_precision",
     "half_precision",
     "has_half_precision",
     "has_to_be_read",
     "inner_place",
+    "is_as_wide",
     "is_backward",
     "is_float32",
     "is_half",

@@ -503,7 +503,21 @@ def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:
     value = operands[0]
     if value is None or value.constant is None or np.ndim(value.constant) > 0:
         return None
-    return -value.constant if eqn.primitive.name == "neg" else value.constant
+    name, number = eqn.primitive.name, value.constant
+    if name == "convert_element_type":
+        return _converted(number, eqn.params["new_dtype"])
+    return -number if name == "neg" else number
+
+
+def _converted(number: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
+    """Returns a number as a cast makes it; None if compilers may differ in that."""
+    if number.dtype.kind == "c":
+        return None
+    if number.dtype.kind not in "biu" and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if not limits.min <= np.trunc(number) <= limits.max:  # or it is NaN
+            return None
+    return number.astype(dtype)
 
 
 def shared_jaxprs(closed: Any) -> set[int]:

@@ -4,9 +4,9 @@ The gradient of `x[order]` is a `scatter-add`. Where `order` is a permutation it
 nothing up: it moves values, and what moves values has no precision of its own.
 
 What is known of an integer array is a set of its dimensions. Along each of them its
-numbers are distinct, whatever the other coordinates are, and none is negative. Of
-numbers that are joined along the last dimension, as an index has its coordinates, whole
-rows are distinct.
+numbers are distinct, whatever the other coordinates are, and none is negative. If
+`ROWS` is among them, that holds of whole rows: of numbers that were joined along the
+last dimension, as an index has its coordinates, of which some may be equal or negative.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import numpy as np
 from jax import lax
 
 NOWHERE: frozenset[int] = frozenset()
+ROWS = -1
 # Longer constants are not looked at: an index of 2**16 numbers takes 1 ms to sort.
 LARGEST_INDEX = 2**16
 
-# These move single numbers, or leave some out, and leave dimensions where they were.
-_IN_PLACE = frozenset(
-    {"copy", "dynamic_slice", "optimization_barrier", "rev", "select_n", "slice"}
-)
+# These move single numbers, and leave dimensions where they were.
+_IN_PLACE = frozenset({"copy", "optimization_barrier", "rev", "select_n"})
+# And these leave some out: of a row, too.
+_CUTS = frozenset({"dynamic_slice", "slice"})
 
 
 def distinct_along(eqn: Any, known: Sequence[frozenset[int]]) -> list[frozenset[int]]:
@@ -37,7 +38,7 @@ def distinct_along(eqn: Any, known: Sequence[frozenset[int]]) -> list[frozenset[
     """
     name = eqn.primitive.name
     if name == "top_k":
-        return [NOWHERE, frozenset({eqn.invars[0].aval.ndim - 1})]
+        return [NOWHERE, frozenset({eqn.params["axis"]})]
     if name == "sort":
         return [_sorted(eqn, k) for k in known]
     if len(eqn.outvars) == 1:
@@ -48,24 +49,36 @@ def distinct_along(eqn: Any, known: Sequence[frozenset[int]]) -> list[frozenset[
 def _of_result(eqn: Any, known: Sequence[frozenset[int]]) -> frozenset[int]:
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
-        return frozenset({params["dimension"]})
+        return frozenset({params["dimension"]}) if counts_up(eqn) else NOWHERE
     if not any(known):
         return NOWHERE
     if name in _IN_PLACE:
         return known[0]
+    if name == "concatenate":
+        joined = params["dimension"]
+        is_last = joined == eqn.outvars[0].aval.ndim - 1
+        found = NOWHERE.union(*known) - {joined, ROWS}
+        return found | {ROWS} if is_last and found else NOWHERE
     if name == "convert_element_type":
-        return known[0] if _is_as_wide(eqn) else NOWHERE
+        return known[0] if is_as_wide(eqn) else NOWHERE
+    if ROWS in known[0]:
+        return known[0] if _keeps_rows(eqn) else NOWHERE
+    if name in _CUTS:
+        return known[0]
     if name == "broadcast_in_dim":
         dims, before = params["broadcast_dimensions"], eqn.invars[0].aval.shape
         kept = (d for d in known[0] if params["shape"][dims[d]] == before[d])
         return frozenset(dims[d] for d in kept)
-    if name == "concatenate":
-        joined = params["dimension"]
-        is_last = joined == eqn.outvars[0].aval.ndim - 1
-        return NOWHERE.union(*known) - {joined} if is_last else NOWHERE
     if name in ("reshape", "squeeze"):
         return _without_ones(eqn, known[0])
     return NOWHERE
+
+
+def _keeps_rows(eqn: Any) -> bool:
+    """Whether a slice, or the same shape, leaves whole rows where they were."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    is_cut = eqn.primitive.name in _CUTS and before[-1] == after[-1]
+    return is_cut or (eqn.primitive.name == "reshape" and before == after)
 
 
 def _sorted(eqn: Any, known: frozenset[int]) -> frozenset[int]:
@@ -94,7 +107,10 @@ def folded_index(
     if name == "lt" and constants[1] is not None:
         first, other = constants
         if not other.ndim and other == 0:
-            is_never = known[0] if first is None else not (first < 0).any()
+            if first is None:
+                is_never = bool(known[0]) and ROWS not in known[0]
+            else:
+                is_never = not (first < 0).any()
             return np.asarray(False) if is_never else None
     if name == "select_n":
         which, *cases = constants
@@ -228,7 +244,15 @@ def _counts(atom: Any, made_by: Mapping[Any, Any]) -> bool:
     return False
 
 
-def _is_as_wide(eqn: Any) -> bool:
+def counts_up(eqn: Any) -> bool:
+    """Whether an `iota` is 0, 1, 2, ..., and its integers are as long as it takes."""
+    aval = eqn.outvars[0].aval
+    last = aval.shape[eqn.params["dimension"]] - 1
+    return aval.dtype.kind in "iu" and bool(last <= np.iinfo(aval.dtype).max)
+
+
+def is_as_wide(eqn: Any) -> bool:
+    """Whether integers are cast to such as can hold them."""
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     return old.kind in "iu" and new.kind in "iu" and new.itemsize >= old.itemsize
 

@@ -139,10 +139,16 @@ def fed_by(body: Body, position: int, call: _Call) -> Iterator[tuple[Body, Any]]
                 yield from made_inside(caller, index, operand - carries[0])
 
 
-def given(body: Body, var: Any) -> list[tuple[Body, Any]]:
+def given(body: Body, var: Any, *, whole: bool = False) -> list[tuple[Body, Any]]:
     """Returns a parameter's operand at each call; nothing if it is a carry.
 
     An argument of the program is none either.
+
+    Args:
+      body: the jaxpr.
+      var: the parameter.
+      whole: whether to return nothing if it is a part of an operand: what a scan reads
+        of its `xs` in each iteration, or a device of what is split among several.
     """
     found = []
     for caller, index in dict.fromkeys(body.calls):
@@ -150,10 +156,15 @@ def given(body: Body, var: Any) -> list[tuple[Body, Any]]:
         carries = carried(eqn)
         for operand, atom in enumerate(eqn.invars):
             if (body, body.parameter.get(var)) in enters(caller, index, operand):
-                if operand in carries:
+                if operand in carries or (whole and not _is_whole(atom, var)):
                     return []
                 found.append((caller, atom))
     return found
+
+
+def _is_whole(outside: Any, inside: Any) -> bool:
+    """Whether a value is the same on both sides of a boundary, and not a part."""
+    return bool(outside.aval.shape == inside.aval.shape)
 
 
 def is_call(eqn: Any) -> bool:
@@ -225,11 +236,17 @@ def _inside(
         yield body, eqn.invars[carries[0]], calls
 
 
-def makers(body: Body, atom: Any) -> list[tuple[Body, int]]:
+def makers(body: Body, atom: Any, *, whole: bool = False) -> list[tuple[Body, int]]:
     """Returns the equations that make a value, seen through calls.
 
     An index of -1 stands for what no equation makes: a number, an argument of the
     program, or a carry.
+
+    Args:
+      body: the jaxpr.
+      atom: the value.
+      whole: whether what makes an array of which the value is a part is none (see
+        `given`), nor what makes a part of the value: for those who ask for dimensions.
     """
     if hasattr(atom, "val"):
         return [(body, -1)]
@@ -240,8 +257,11 @@ def makers(body: Body, atom: Any) -> list[tuple[Body, int]]:
             return [(body, index)]
         position = eqn.outvars.index(atom)
         (inner, made), *_ = made_inside(body, index, position)
-        return makers(inner, made)
-    found = [place for source in given(body, atom) for place in makers(*source)]
+        if whole and not _is_whole(atom, made):
+            return [(body, -1)]
+        return makers(inner, made, whole=whole)
+    sources = given(body, atom, whole=whole)
+    found = [place for source in sources for place in makers(*source, whole=whole)]
     return found or [(body, -1)]
 
 
@@ -274,7 +294,7 @@ def _returned(body: Body, position: int) -> Iterator[tuple[Body, int, int]]:
 
 
 def number_of(body: Body, atom: Any) -> Any:
-    """Returns the number that all elements of a value are, seen through calls."""
+    """Returns the number that all elements are, before any cast; through calls."""
     while not hasattr(atom, "val"):
         index = body.maker.get(atom, -1)
         if index < 0:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from jmp_rewrite._graph import counts_up, is_as_wide
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, makers, number_of
 
@@ -96,7 +97,7 @@ def _rows(body: Body, eqn: Any) -> tuple[tuple[int, int], ...] | None:
 
 def _counted(body: Body, indices: Any) -> dict[int, int]:
     """Returns which parts of joined indices count along a dimension: 0, 1, 2, ..."""
-    ((body, index), *others) = makers(body, indices)
+    ((body, index), *others) = makers(body, indices, whole=True)
     if others or index < 0 or body.eqns[index].primitive.name != "concatenate":
         return {}
     eqn, last = body.eqns[index], indices.aval.ndim - 1
@@ -109,23 +110,24 @@ def _counted(body: Body, indices: Any) -> dict[int, int]:
 
 def _counts(body: Body, atom: Any) -> int | None:
     """Returns along which dimension a value is 0, 1, 2, ...; None if along none."""
-    ((body, index), *others) = makers(body, atom)
+    ((body, index), *others) = makers(body, atom, whole=True)
     if others or index < 0:
         return None
     eqn = body.eqns[index]
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
-        return int(params["dimension"])
+        return int(params["dimension"]) if counts_up(eqn) else None
     if name == "select_n":  # a negative index counts from the end, and none is
         least, same = body.made_by(eqn.invars[0], "lt"), eqn.invars[1]
         if least is None or least.invars[0] is not same:
             return None
         return _counts(body, same) if _is_zero(least.invars[1]) else None
     if name == "convert_element_type":
-        return _counts(body, eqn.invars[0])
+        return _counts(body, eqn.invars[0]) if is_as_wide(eqn) else None
     if name == "broadcast_in_dim":
-        d = _counts(body, eqn.invars[0])
-        return None if d is None else int(params["broadcast_dimensions"][d])
+        d, before = _counts(body, eqn.invars[0]), eqn.invars[0].aval.shape
+        after = None if d is None else int(params["broadcast_dimensions"][d])
+        return after if after is None or params["shape"][after] == before[d] else None
     return None
 
 

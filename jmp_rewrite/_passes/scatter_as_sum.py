@@ -91,12 +91,14 @@ def _numbers(body: Body, atom: Any) -> Any:
         return np.asarray(atom.val)
     index = body.maker.get(atom, -1)
     if index < 0:
-        return _the_same([_numbers(*source) for source in given(body, atom)])
+        sources = given(body, atom, whole=True)
+        return _the_same([_numbers(*source) for source in sources])
     eqn = body.eqns[index]
     if is_call(eqn):
         position = eqn.outvars.index(atom)
-        (inside,) = made_inside(body, index, position)
-        return _numbers(*inside)
+        ((inner, made),) = made_inside(body, index, position)
+        is_whole = made.aval.shape == atom.aval.shape  # not one of several devices'
+        return _numbers(inner, made) if is_whole else None
     if math.prod(atom.aval.shape) > _LARGEST_INDEX:
         return None
     return _computed(body, eqn)

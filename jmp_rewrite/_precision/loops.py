@@ -12,7 +12,10 @@ from jmp_rewrite._precision.origins import (
     moves,
     up_to_exponents,
 )
-from jmp_rewrite._rules import Category
+from jmp_rewrite._rules import COPIES, Category
+
+# What hands on elements as they were, some left out, repeated or set.
+_COPIES = COPIES | {"carry_out", "dynamic_update_slice", "scatter"}
 
 
 def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
@@ -21,7 +24,9 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
     There each iteration multiplies the carry by its own weights, slices of `xs`, and
     hands on what comes out. It is what runs through a stack of layers and no state.
     A loop over train steps also multiplies a carry (the weights) by slices (batches):
-    it is told apart because its body holds a backward pass of its own.
+    it is told apart because its body holds a backward pass of its own. Nor is it a
+    stream of which a part is handed on as it was, as by a coupling of a flow: a layer
+    adds to all of it, and what none has changed is as exact as at the beginning.
     """
     streams: dict[int, set[Hashable]] = {}
     consumers = graph.consumers()
@@ -31,7 +36,13 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
             continue
         products = _layer_products(graph, loop, categories, made)
         within = loop.nodes.__contains__
+
+        def copies(index: int, loop: Loop = loop) -> bool:
+            return index in loop.nodes and graph.nodes[index].name in _COPIES
+
         for received, handed_on in loop.carries:
+            if handed_on in reached([received], consumers, copies):
+                continue
             ahead = reached([received], consumers, within)
             layers = [
                 product

@@ -183,9 +183,9 @@ class _Program:
         self.consumers = graph.consumers()
         backward = [n.index for n in graph.nodes if n.place.backward]
         self.after_backward = reached(backward, self.consumers)
-        self.transposes = [
-            self.nodes[n] for n in backward if self.nodes[n].name in PRODUCTS
-        ]
+        products = (n for n in backward if self.nodes[n].name in PRODUCTS)
+        # Those of complex values have no float32 result.
+        self.transposes = [n for n in map(self.nodes.__getitem__, products) if n.avals]
         self.readers: dict[int, list[int]] = {}
         for node in graph.nodes:
             for value in node.inputs:

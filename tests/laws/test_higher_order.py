@@ -304,6 +304,7 @@ BOUNDED = {
     "hard_tanh": jax.nn.hard_tanh,
     "nested": lambda x: jnp.where(x > 2, 2.0, jnp.where(x < -1, -0.5, x)),
     "calls": lambda x: limited(limited(x, 1.5) - 1.0, 0.5),
+    "truncated": lambda x: truncated(truncated(x, 2.5), 1.5),
     "signs": lambda x: jnp.where(x > 1, 0.0, jnp.where(x < -1, -0.0, x)),
 }
 
@@ -311,6 +312,11 @@ BOUNDED = {
 @jax.jit
 def limited(x, bound):
     return jnp.minimum(x, bound)
+
+
+@jax.jit
+def truncated(x, bound):
+    return x * bound.astype(jnp.int32).astype(x.dtype) / 2
 
 
 @pytest.mark.parametrize("name", BOUNDED)

@@ -269,6 +269,30 @@ def test_two_repeats_share_a_function():
     assert not eqns(traced(loss, *args), "scatter-add")
 
 
+def test_a_scan_reads_a_part_of_known_indices():
+    """0, 0, 1, 1, ... in rows, one a turn: no turn adds up neighbours of its own."""
+    numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+
+    def loss(params, x):
+        first, last = params
+        index = lax.div(lax.iota(jnp.int32, 16), 2).reshape(2, 8, 1)
+
+        def body(total, turn):
+            rows, at = turn
+            h = jnp.tanh(rows @ first)
+            return total + lax.scatter_add(jnp.zeros((8, 8)), at, h, numbers), None
+
+        total, _ = lax.scan(body, jnp.zeros((8, 8)), (x, index))
+        return jnp.square(total @ last).mean()
+
+    params, x = weights((5, 8), (8, 3)), jnp.asarray(normal(2, 8, 5))
+    gradients = [
+        [w - v for w, v in zip(params, step(params, x), strict=True)]
+        for step in (mixed_precision(step_of(loss), "mixed_bfloat16"), step_of(loss))
+    ]
+    assert relative_error(*gradients) < 2**-5
+
+
 # ---- what products alone read
 
 

@@ -131,6 +131,28 @@ def another_origin(values, y):
     return jnp.zeros((3, 6)).at[jnp.arange(3) - 1, y[:, 0, 0]].add(values[:, 0, 0])
 
 
+def places_that_a_scan_reads(values, y):
+    """Of numbers that count along the stack, each iteration reads a part."""
+    rows = jax.lax.broadcasted_iota(jnp.int32, (3, 3), 0)
+
+    def body(_, row):
+        return None, jnp.zeros((3, 6)).at[row, y[:, 0, 0]].add(values[:, 0, 0])
+
+    return jax.lax.scan(body, None, rows)[1]
+
+
+def one_place_of_an_iteration(values, y):
+    def body(_, row):
+        return None, jnp.zeros((3, 6)).at[row, y[:, 0, 0]].add(values[:, 0, 0])
+
+    return jax.lax.scan(body, None, jnp.arange(3))[1]
+
+
+def one_place_many_times(values, y):
+    rows, columns = jnp.broadcast_arrays(jnp.arange(1), y[:, 0, 0])
+    return jnp.zeros((3, 6)).at[rows, columns].add(values[:, 0, 0])
+
+
 def a_function(values, y):
     return jnp.zeros((3, 6)).at[jnp.arange(3), y[:, 0, 0]].apply(jnp.cos)
 
@@ -143,6 +165,9 @@ def a_function(values, y):
         rows_that_may_meet,
         some_of_the_rows,
         another_origin,
+        places_that_a_scan_reads,
+        one_place_of_an_iteration,
+        one_place_many_times,
         a_function,
     ],
 )

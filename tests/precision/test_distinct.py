@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers import dtypes_out, eqns
+from helpers import dtypes_out, eqns, relative_error
 from jax import lax
 
 from jmp_rewrite import mixed_precision, use_passes
@@ -17,6 +17,16 @@ UPPER = np.triu_indices(D)
 
 def rows(index):
     return lambda x, keys: x[index(keys)]
+
+
+def joined(keys):
+    """The places of all rows, and other ones beside them."""
+    others = keys.astype(int) % 4
+    return jnp.concatenate([jnp.arange(N)[:, None], others[:, None]], 1)
+
+
+def columns(keys):
+    return jnp.stack([keys, keys[::-1]] * 4, 1)
 
 
 DISTINCT = {
@@ -36,6 +46,17 @@ MEETING = {
     "counted from the end": rows(lambda k: jnp.argsort(k) - N // 2),
     "clipped": lambda x, k: jnp.take(x, jnp.argsort(k) * 2, axis=0, mode="clip"),
     "a constant twice": rows(lambda k: np.array([5, 3, 5])),
+    "one column of joined ones": rows(lambda k: joined(k)[:, 1]),
+    "one column, cut out by a number": rows(
+        lambda k: lax.dynamic_index_in_dim(joined(k), k[0].astype(int), 1, False)
+    ),
+    "each by itself of joined ones": rows(lambda k: joined(k)[:, :, None][:, 1, 0]),
+    "the largest in each column": rows(
+        lambda k: lax.top_k(columns(k), 1, axis=0)[1][0]
+    ),
+    "more than their dtype can count": lambda x, k: jax.ops.segment_sum(
+        jnp.tile(x, (8, 1)), lax.iota(jnp.int8, 8 * N), 4 * N
+    ),
     "from both ends": rows(lambda k: np.array([-1, N - 1])),
     "one coordinate of two": lambda x, k: x[
         jnp.argsort(k)[:D, None], jnp.zeros(2, int)
@@ -43,10 +64,9 @@ MEETING = {
 }
 
 
-def scatters(take, name):
-    """The scatters of a step whose activations are taken by an index."""
+def step_of(take):
+    """A step whose activations are taken by an index, and its arguments."""
 
-    @mixed_precision(policy="mixed_bfloat16")
     def step(w, x, keys):
         def loss(w):
             h = take(jnp.tanh(x @ w), keys)
@@ -55,8 +75,15 @@ def scatters(take, name):
         return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(loss)(w))
 
     x = jax.random.normal(jax.random.key(2), (N, 8))
+    return step, (jnp.full((8, D), 0.2), x, KEYS)
+
+
+def scatters(take, name):
+    """The scatters of a step whose activations are taken by an index."""
+    step, args = step_of(take)
     with use_passes("none"):
-        return eqns(jax.make_jaxpr(step)(jnp.ones((8, D)), x, KEYS), name)
+        decorated = mixed_precision(step, "mixed_bfloat16")
+        return eqns(jax.make_jaxpr(decorated)(*args), name)
 
 
 @pytest.mark.parametrize("index", DISTINCT)
@@ -72,6 +99,15 @@ def test_a_gradient_that_may_be_added_up_is_added_up_in_float32(index):
     assert not scatters(MEETING[index], "scatter")
     for added in scatters(MEETING[index], "scatter-add"):
         assert dtypes_out(added) == ["float32"]
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("index", [*DISTINCT, *MEETING])
+def test_no_update_is_lost(index):
+    step, (w, *data) = step_of((DISTINCT | MEETING)[index])
+    exact = w - step(w, *data)
+    found = w - mixed_precision(step, "mixed_bfloat16")(w, *data)
+    assert relative_error([found], [exact]) < 2**-5
 
 
 def sets_rows(x, index):

@@ -451,6 +451,44 @@ def test_fast_weights_are_no_residual_stream():
     assert str(scan.outvars[0].aval.dtype) == "float32"
 
 
+COUPLINGS = {
+    "joined": lambda a, b: jnp.concatenate([b, a], -1),
+    "set": lambda a, b: jnp.concatenate([a, a], -1).at[:, W:].set(b)[:, ::-1],
+}
+
+
+@both
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_couplings_in_a_scan_hand_on_what_they_do_not_change(coupling, policy):
+    """A flow and its inverse, each decorated by itself, come back to where they began.
+
+    So they do unrolled, and by hand: what is added is computed in half.
+    """
+    ws, x = normal(6, W, W) / 3, normal(64, 2 * W)
+
+    def forward(x, w):
+        a, b = jnp.split(x, 2, -1)
+        return COUPLINGS[coupling](a, b + jnp.tanh(a @ w)), None
+
+    def backward(x, w):
+        if coupling == "joined":
+            b, a = jnp.split(x, 2, -1)
+        else:
+            a, b = jnp.split(x[:, ::-1], 2, -1)
+        return jnp.concatenate([a, b - jnp.tanh(a @ w)], -1), None
+
+    def flow(ws, x):
+        return lax.scan(forward, x, ws)[0]
+
+    def inverse(ws, x):
+        return lax.scan(backward, x, ws, reverse=True)[0]
+
+    there = jax.jit(mixed_precision(flow, policy))(ws, x)
+    back = jax.jit(mixed_precision(inverse, policy))(ws, there)
+    assert jnp.abs(back - x).max() < 1e-5
+    assert jnp.abs(there - flow(ws, x)).max() > 1e-5
+
+
 @both
 def test_an_accumulator_beside_a_residual_stream(policy):
     """In a scan over layers the stream may be half, the sum of its values not."""

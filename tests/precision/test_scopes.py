@@ -481,7 +481,21 @@ def test_a_match_by_path_is_no_miss():
     assert kinds == ["bfloat16", "float32"]
 
 
-# ---- rules
+def test_a_layer_beside_complex_ones_is_found_by_its_path():
+    def loss(params, x):
+        y = jnp.tanh(x @ params["real"]) @ params["other"]
+        return jnp.abs(y.astype(complex) @ (params["imaginary"] * 1j)).sum()
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, x))
+
+    names = "real", "other", "imaginary"
+    params = {name: jnp.eye(8) for name in names}
+    policy = Policy("mixed_bfloat16", scopes={"real": "float32"})
+    with jax.numpy_dtype_promotion("standard"):
+        found = trace(mixed_precision(step, policy), params, params["other"])
+    reads = [e.invars[0].aval.dtype.name for e in eqns(found, "dot_general")]
+    assert reads.count("bfloat16") == 3 and reads.count("float32") == 2
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.grad], ids=["loss", "step"])
@@ -504,6 +518,9 @@ def test_layers_that_a_scan_runs_over_are_one(transform):
     assert found("layer_1") == ["bfloat16"] * one + ["float32"] * (count - one)
     assert found("last") == found("layer_1")
     assert found("") == ["float32"] * count
+
+
+# ---- rules
 
 
 def test_infer_makes_exp_half():
