@@ -75,7 +75,8 @@ class Frame:
         blocks = [(c, w) for _, c, w in self.blocks]
         if xp is np:
             blocks = jax.device_get(blocks)
-        depth = max((w.shape[1] for _, w in blocks if w is not None), default=0)
+        # XLA of JAX 0.11 dies of arrays without elements that a `shard_map` holds.
+        depth = max([1, *(w.shape[1] for _, w in blocks if w is not None)])
         counts = [xp.zeros((0, WIDTH), np.float32)]
         where = [xp.zeros((0, depth), np.int32)]
         for own, loops in blocks:
