@@ -141,10 +141,17 @@ def _retrace(jaxpr: Any) -> Any:
     def run(*xs: Any) -> list[Any]:
         body = getattr(jaxpr, "jaxpr", jaxpr)
         env = dict(zip(body.invars, xs, strict=True))
+
+        def read(atom: Any) -> Any:
+            if not hasattr(atom, "val"):
+                return env[atom]
+            dtype = np.dtype(atom.aval.dtype)
+            return np.asarray(atom.val, _WIDER.get(dtype, dtype))
+
         for eqn in body.eqns:
-            outs = eqn.primitive.bind(*[env[v] for v in eqn.invars], **eqn.params)
+            outs = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
             env[eqn.outvars[0]] = outs
-        return [env[v] for v in body.outvars]
+        return list(map(read, body.outvars))
 
     with jax.enable_x64(True):
         return jax.make_jaxpr(run)(*avals)

@@ -40,6 +40,7 @@ _SCATTERS = {
     "scatter-max": lax.scatter_max,
     "scatter-min": lax.scatter_min,
     "scatter-mul": lax.scatter_mul,
+    "scatter-sub": lax.scatter_sub,
 }
 # A loop that runs longer than this waits for what rounding hides from it.
 MOST_ITERATIONS = 10_000

@@ -274,7 +274,7 @@ class Builder:
         filled = self._padded.filled(eqn, inputs, literals)
         index = self.add(name, eqn, place, inputs, avals, literals, trips)
         node = self.nodes[index]
-        self._padded.remember(index, filled)
+        self._padded.remember(index, eqn, filled)
         node.given = given
         node.mixed = _mixes(eqn)
         node.of_bits = of_bits

@@ -19,10 +19,13 @@ _SUMS = frozenset({"add", "add_any"})
 
 
 class Padded:
-    """The places that the padded arrays of a program fill."""
+    """The places that the padded arrays of a program fill.
+
+    A part of an array, which a scan or a device reads, has places of its own.
+    """
 
     def __init__(self) -> None:
-        self._boxes: dict[int, tuple[Box, ...]] = {}
+        self._boxes: dict[tuple[int, Any], tuple[Box, ...]] = {}
 
     def filled(
         self, eqn: Any, inputs: Sequence[Value], literals: Mapping[int, Any]
@@ -35,15 +38,16 @@ class Padded:
         if name == "pad" and literals.get(1) == 0.0:
             return _of_pad(eqn)
         if name in _SUMS and len(inputs) == 2:
-            first, second = (self._boxes.get(v.node, ()) for v in inputs)
+            places = ((v.node, v.aval.shape) for v in inputs)
+            first, second = (self._boxes.get(place, ()) for place in places)
             if first and second and not any(_meet(a, b) for a in first for b in second):
                 return first + second
         return ()
 
-    def remember(self, node: int, boxes: tuple[Box, ...]) -> None:
+    def remember(self, node: int, eqn: Any, boxes: tuple[Box, ...]) -> None:
         """Keeps what a node's result fills."""
         if boxes:
-            self._boxes[node] = boxes
+            self._boxes[node, eqn.outvars[0].aval.shape] = boxes
 
 
 def _of_pad(eqn: Any) -> tuple[Box, ...]:

@@ -98,6 +98,7 @@ ENDS_KERNEL = JOINTS | frozenset(
         "scatter-max",
         "scatter-min",
         "scatter-mul",
+        "scatter-sub",
         "select_and_gather_add",
         "select_and_scatter_add",
         "sort",

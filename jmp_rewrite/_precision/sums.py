@@ -101,7 +101,7 @@ def _summed(node: Node) -> list[int]:
 
 def _elementwise(node: Node) -> list[int]:
     """Returns what a node reads, but for what it adds up many terms of."""
-    adds_up = node.name == "scatter-add" and not node.disjoint
+    adds_up = node.name in ("scatter-add", "scatter-sub") and not node.disjoint
     if adds_up or node.name in PRODUCTS:
         return []
     return [v.node for v in node.inputs if v.size < SMALL * node.size]

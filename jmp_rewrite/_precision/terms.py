@@ -35,7 +35,7 @@ MOST_TERMS = 64
 # Linear in a cotangent; a product is in the factor that is one.
 _FACTORS = PRODUCTS | {"div", "mul"}
 _SLICES = frozenset({"slice", "split"})
-_LINEAR = (KEEPS_OFFSET | SUMS | _FACTORS | {"scatter-add"}) - {
+_LINEAR = (KEEPS_OFFSET | SUMS | _FACTORS | {"scatter-add", "scatter-sub"}) - {
     "clamp",
     "dynamic_slice",
     "max",

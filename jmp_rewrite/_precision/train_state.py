@@ -31,7 +31,8 @@ from jmp_rewrite._precision.origins import MOVES, Roots
 from jmp_rewrite._rules import Category
 
 # Arithmetic that makes a new value of an old one and an update.
-_UPDATES = frozenset({"add", "add_any", "div", "mul", "scatter-add", "sub"})
+_SCATTERS = frozenset({"scatter-add", "scatter-sub"})
+_UPDATES = frozenset({"add", "add_any", "div", "mul", "sub"}) | _SCATTERS
 _ADDS = frozenset({"add", "add_any", "sub"})
 # A value is still the same one behind these: it is moved, scaled, clipped or chosen.
 _CARRIES = MOVES | {"clamp", "div", "max", "min", "mul", "neg", "select_n"}
@@ -181,7 +182,7 @@ class _Walk:
             return
         size = node.size
         # Of a scatter the first operand alone is updated.
-        old_ones = node.inputs[:1] if node.name == "scatter-add" else node.inputs
+        old_ones = node.inputs[:1] if node.name in _SCATTERS else node.inputs
         for position, old in enumerate(old_ones):
             if old.size != size:
                 continue

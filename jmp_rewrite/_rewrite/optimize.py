@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jmp_rewrite import _collector, _compat, _passes
 from jmp_rewrite._emit import Emitter, Later, program, store
@@ -88,12 +89,18 @@ def _unless_differentiated(closed: Any, original: Any) -> Any:
     def inference(*args: Any) -> list[Any]:
         return _compat.evaluate(closed, args)
 
-    @inference.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
-        def fun(*args: Any) -> list[Any]:
-            return _compat.evaluate(original, args)
+        # What nobody differentiates has no tangent, as in the program itself: that of
+        # `sqrt` at 0 is infinite, and NaN times zero.
+        moved = [n for n, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        return jax.jvp(fun, primals, tangents)
+        def fun(*some: Any) -> list[Any]:
+            args = dict(enumerate(primals)) | dict(zip(moved, some, strict=True))
+            return _compat.evaluate(original, list(args.values()))
+
+        return jax.jvp(fun, [primals[n] for n in moved], [tangents[n] for n in moved])
+
+    inference.defjvp(rule, symbolic_zeros=True)
 
     return jax.make_jaxpr(inference)(*original.in_avals)
 

@@ -337,6 +337,40 @@ def test_a_shared_block_keeps_the_numbers_of_each_call(name, policy):
         assert jnp.linalg.norm(a - b) < 2**-2 * jnp.linalg.norm(b)  # a border moves
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_turn_reads_a_part_of_what_was_padded(policy):
+    """What a sequence is padded with says nothing of where one element is zero."""
+    params, (x,) = weights((W, W), (W, W)), weights((4, W))
+
+    def loss(params, x):
+        h = lax.pad((x @ params[0])[:-1], 0.0, ((1, 0, 0), (0, 0, 0)))
+
+        def body(carry, row):
+            own = lax.pad(jnp.tanh(carry + row)[:2], 0.0, ((0, W - 2, 0),))
+            return 0.5 * carry + row + own, (row + own) @ params[1]
+
+        return jnp.mean(lax.scan(body, jnp.zeros(W), h)[1] ** 2)
+
+    step = jax.value_and_grad(loss)
+    found = jax.jit(mixed_precision(step, policy))(params, x)
+    assert relative_error(found, step(params, x)) < 16 * EPS[policy]
+
+
+def test_what_nobody_differentiates_has_no_tangent():
+    """The derivative of a norm at 0 is infinite, and zeros times it are NaN."""
+    (w, own), x = weights((W, 4), (W, W)), weights((64, W))[0].at[0].set(0.0)
+
+    def f(w, x):
+        y, _ = lax.scan(lambda y, _: (jnp.tanh(y @ own), None), x, None, length=4)
+        return jnp.sum((y @ w + jnp.linalg.norm(x, axis=-1, keepdims=True)) ** 2, 0)
+
+    def tangent(f):
+        return jax.jvp(lambda w: f(w, x), (w,), (w,))[1]
+
+    found = tangent(jax.jit(mixed_precision(f, BF16)))
+    assert relative_error(found, tangent(f)) < 16 * EPS[BF16]
+
+
 def test_a_block_in_two_precisions_is_emitted_twice():
     """One use under full_precision does not make the other full."""
     from jmp_rewrite import full_precision
