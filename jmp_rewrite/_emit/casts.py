@@ -58,9 +58,13 @@ def _narrowed(x: Any, *, dtype: np.dtype, into: Any) -> Any:
 _ROUNDING = _compat.cast_primitive("rounding", _narrowed)
 
 
-@functools.lru_cache(maxsize=4096)
 def scalar(number: float, dtype: np.dtype) -> np.ndarray:
     """Returns a known number as a half scalar, saturated."""
+    return _scalar(number, math.copysign(1.0, number), dtype)  # 0.0 == -0.0
+
+
+@functools.lru_cache(maxsize=4096)
+def _scalar(number: float, _: float, dtype: np.dtype) -> np.ndarray:
     largest = float(ml_dtypes.finfo(dtype).max)
     if math.isfinite(number):
         number = min(max(number, -largest), largest)

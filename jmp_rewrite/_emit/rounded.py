@@ -102,7 +102,7 @@ def is_move(node: Node, half: np.dtype) -> bool:
         return False
     numbers = [float(np.asarray(n)) for n in node.literals.values()]
     fill = node.eqn.params.get("fill_value")
-    numbers += [float(fill)] if isinstance(fill, (int, float)) else []
+    numbers += [] if fill is None else [float(fill)]
     return all(_is_kept(n, half) for n in numbers)
 
 

@@ -26,6 +26,7 @@ from jmp_rewrite._graph.nodes import (
     reads_float32,
 )
 from jmp_rewrite._graph.region import FLOAT32, Region
+from jmp_rewrite._graph.reshapes import plain_reshapes
 from jmp_rewrite._graph.scopes import (
     FULL_PRECISION,
     PASS,
@@ -74,6 +75,7 @@ __all__ = [
     "is_half",
     "matched",
     "nodes",
+    "plain_reshapes",
     "reached",
     "reads_float32",
     "region",

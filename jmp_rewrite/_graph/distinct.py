@@ -114,8 +114,8 @@ def folded_index(
             return np.asarray(False) if is_never else None
     if name == "select_n":
         which, *cases = constants
-        is_known = which is not None and (not which.any() or which.all())
-        return cases[int(which.any())] if is_known else None
+        is_known = which is not None and which.size and (which == which.flat[0]).all()
+        return cases[int(which.flat[0])] if is_known else None
     if any(c is None or not c.ndim for c in constants):
         return None
     if name == "concatenate":

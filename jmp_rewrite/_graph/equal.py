@@ -7,9 +7,11 @@ rounded at other places than the other one, and then nothing is equal any more. 
 second copy reads what the first one has made before anything is decided.
 
 Values are numbered: two equations of one primitive, with the same parameters and with
-operands of the same numbers, have results of the same numbers. Calls and the rules of
-custom derivatives are looked into; a loop, a branch and a checkpoint are programs of
-their own, so that what a checkpoint computes once more stays computed once more.
+operands of the same numbers, have results of the same numbers. Calls are looked into,
+and functions with a `custom_jvp`, but not those with a `custom_vjp`: its rule may say
+that the gradient is another one (reversed, scaled, clipped). A loop, a branch and a
+checkpoint are programs of their own, so that what a checkpoint computes once more stays
+computed once more.
 """
 
 from __future__ import annotations
@@ -41,13 +43,12 @@ _TRANSPARENT = frozenset(
         "closed_call",
         "core_call",
         "custom_jvp_call",
-        "custom_vjp_call",
         "eval_jaxpr",
         "jit",
     }
 )
-# A barrier keeps apart what a user wants apart.
-_APART = frozenset({"optimization_barrier", *LEFT_ALONE})
+# A barrier keeps apart what a user wants apart, and each draw of this is another one.
+_APART = frozenset({"optimization_barrier", "rng_uniform", *LEFT_ALONE})
 
 
 def computed_once(closed: Any, by_path: bool = False) -> Any:

@@ -21,6 +21,10 @@ Nodes = tuple[int | None, ...]
 Built = tuple[Inner, Values]
 
 
+# A rule may say that what is one number has a derivative, and is another one mapped.
+_HAVE_RULES = frozenset({"custom_jvp", "custom_vjp", "custom_vmap"})
+
+
 def _local(value: Value | None, var: Any) -> Value | None:
     """Returns the value as the other side of a boundary sees it: with its type."""
     if value is None or value.aval is var.aval:
@@ -42,6 +46,8 @@ def call(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
     if shared is not None and kind == "call":
         return _shared_call(b, jaxpr, shared, inside, place, trips)
     body, results = b.use(jaxpr, b.captured(jaxpr), inside, place, trips)
+    if kind in _HAVE_RULES:
+        results = [None if v is None else v.unknown() for v in results]
     return Inner(kind, place, (body,)), _locals(results, eqn.outvars)
 
 

@@ -86,6 +86,18 @@ class Value:
         """How many elements it has."""
         return _elements(self.aval.shape)
 
+    def unknown(self) -> Value:
+        """Returns the same value, of whose numbers nothing is known."""
+        if self.constant is None:
+            return self
+        return Value(
+            self.aval,
+            self.node,
+            argument=self.argument,
+            made_of_data=True,
+            result=self.result,
+        )
+
     def at(self, aval: Any, slice_of: int = -1) -> Value:
         """Returns the same value seen with another shape: a slice, or a stack."""
         constant, distinct = self.constant, self.distinct

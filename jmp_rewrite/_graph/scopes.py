@@ -58,11 +58,16 @@ class Place(NamedTuple):
 TOP = Place()  # of a whole program
 
 
-@functools.lru_cache(maxsize=8192)
 def inner_place(outer: Place, elements: tuple[Any, ...]) -> Place:
     """Returns the place of an equation with these name-stack elements in `outer`."""
     if not elements:
         return outer
+    # A scope and a transformation of one name are equal tuples.
+    return _inner_place(outer, elements, tuple(map(type, elements)))
+
+
+@functools.lru_cache(maxsize=8192)
+def _inner_place(outer: Place, elements: tuple[Any, ...], _: Any) -> Place:
     names = [
         part for e in elements if _compat.is_scope(e) for part in e.name.split("/")
     ]

@@ -24,6 +24,9 @@ _SAME = IDENTITIES | CASTS | {"name"}
 # follow, and those that are not known yet are negative.
 _Names = tuple[int, ...]
 
+# A product of more is not taken apart: one of powers has as many as there are ways.
+_MOST_FACTORS = 64
+
 
 def attention_feature_sums(editor: Editor) -> None:
     """An attention's sum over keys is taken over its features, before the product.
@@ -205,11 +208,14 @@ class _Found:
         return var, names
 
     def _terms(self, var: Any, names: _Names) -> _Terms:
-        """Takes a product of arrays apart, as far as it is one."""
+        """Takes a product of arrays apart, as far as it is one, and not of too many."""
         factors: list[_Factor] = []
         number = 1.0
-        left = [_Factor(var, names, False)]
+        whole = _Factor(var, names, False)
+        left = [whole]
         while left:
+            if len(factors) > _MOST_FACTORS:
+                return _Terms([whole], 1.0)
             var, names, divides = left.pop()
             if hasattr(var, "val"):
                 value = float(var.val) if not names else math.nan

@@ -34,6 +34,10 @@ _ARITHMETIC = frozenset(
 )
 
 
+# What is made of more operands, or of one by more ways, is not computed again.
+_MOST = 32
+
+
 class _Step(NamedTuple):
     """An operation of a recipe, or an operand and how it is picked.
 
@@ -69,7 +73,7 @@ def gather_first(editor: Editor) -> None:
         if not _is_pick(eqn) or editor.was_here(body, out):
             continue
         leaves: list[Any] = []
-        recipe = _recipe(body, eqn.invars[0], leaves)
+        recipe = _recipe(body, eqn.invars[0], eqn.invars[0].aval.shape, leaves)
         if recipe is None or recipe.primitive is None:
             continue
         editor.choose_instead(
@@ -141,14 +145,19 @@ def _open(editor: Editor, body: Body, index: int) -> bool:
     return True
 
 
-def _recipe(body: Body, var: Any, leaves: list[Any]) -> _Step | None:
+def _recipe(
+    body: Body, var: Any, shape: tuple[int, ...], leaves: list[Any]
+) -> _Step | None:
     """Returns how a value is made of what is stored, and of rows and columns.
 
     Args:
       body: where the value stands.
       var: of the shape that the gather reads, or with ones in place of dimensions.
+      shape: what the gather reads.
       leaves: what is read; it grows.
     """
+    if len(leaves) > _MOST:
+        return None
     var = on_device(body, var, TPU)
     if hasattr(var, "val") or not var.aval.shape:
         return _leaf(var, (), leaves)
@@ -163,11 +172,12 @@ def _recipe(body: Body, var: Any, leaves: list[Any]) -> _Step | None:
         return small
     eqn = body.made_by(var)
     if is_float32(var) and eqn is not None and eqn.primitive.name in _ARITHMETIC:
-        reads = tuple(_recipe(body, v, leaves) for v in eqn.invars)
+        reads = tuple(_recipe(body, v, shape, leaves) for v in eqn.invars)
         known = all(r is not None for r in reads)
         return _Step(eqn.primitive, tuple(eqn.params.items()), reads) if known else None
     is_stored = not is_float32(var) or _is_product(makers(body, var))
-    return _leaf(var, dims, leaves) if is_float(var) and is_stored else None
+    is_whole = is_float(var) and var.aval.shape == shape
+    return _leaf(var, dims, leaves) if is_whole and is_stored else None
 
 
 def _is_product(places: Sequence[tuple[Body, int]]) -> bool:

@@ -102,16 +102,14 @@ def _last(body: Body, var: Any) -> tuple[Any, tuple[int, ...]]:
         eqn = body.eqns[at]
         if eqn.primitive.name == "transpose":
             order = tuple(order[d] for d in eqn.params["permutation"])
-        elif eqn.primitive.name not in ("reduce_precision", "by_device"):
+        elif eqn.primitive.name != "by_device":
             break
         (var, *_) = eqn.outvars
     return var, order
 
 
 # What stands between a product and the sum of a weight's gradients.
-_BETWEEN = frozenset(
-    {"add_any", "by_device", "convert_element_type", "reduce_precision", "transpose"}
-)
+_BETWEEN = frozenset({"add_any", "by_device", "convert_element_type", "transpose"})
 
 
 def _is_term(body: Body, var: Any) -> bool:

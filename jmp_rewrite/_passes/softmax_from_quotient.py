@@ -43,6 +43,8 @@ def softmax_from_quotient(editor: Editor) -> None:
     if editor.half.name != "bfloat16":
         return
     for body, index, eqn in editor.find("exp"):
+        if editor.is_asked(body, index):
+            continue
         quotient = quotient_of(editor, body, index)
         stored = None if quotient is None else multiplied(editor, body, quotient)
         if stored is None:

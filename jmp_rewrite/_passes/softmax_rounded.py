@@ -29,6 +29,8 @@ def softmax_rounded(editor: Editor) -> None:
     if editor.whole_step or editor.half.name != "bfloat16":
         return
     for body, index, _ in editor.find("exp"):
+        if editor.is_asked(body, index):
+            continue
         quotient = quotient_of(editor, body, index)
         if quotient is None or not is_multiplied(editor, body, quotient.outvars[0]):
             continue

@@ -10,11 +10,7 @@ from jax import lax
 from jmp_rewrite import _compat
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import FLOAT32
-from jmp_rewrite._passes.program import CASTS
 from jmp_rewrite._passes.recompute_activations import uncast
-
-# What `logaddexp` is made of.
-_PARTS = frozenset({"abs", "exp", "log1p", "max"})
 
 
 def softplus_derivative(editor: Editor) -> None:
@@ -33,19 +29,20 @@ def softplus_derivative(editor: Editor) -> None:
         if difference is None:
             continue
         argument, result = (_source(body, v) for v in difference.invars)
-        number = _softplus_of(body, argument, result)
+        known = argument is not None and result is not None
+        number = _softplus_of(body, argument, result) if known else None
         if number is not None:
             editor.replace(body, index, _sigmoid, argument, number=number)
 
 
 def _source(body: Body, atom: Any) -> Any:
-    """Returns what a value is but for infinities, before it was cast."""
-    while (eqn := body.made_by(atom, "select_n", *CASTS)) is not None:
-        is_select = eqn.primitive.name == "select_n"
-        if is_select and not _is_where_infinite(body, eqn):
-            break
-        atom = eqn.invars[is_select]
-    return atom
+    """Returns what a value is but for infinities, before casts; None for a number."""
+    while True:
+        atom, _ = uncast(body, atom)
+        select = None if atom is None else body.made_by(atom, "select_n")
+        if select is None or not _is_where_infinite(body, select):
+            return atom
+        atom = select.invars[1]
 
 
 def _is_where_infinite(body: Body, select: Any) -> bool:
@@ -68,9 +65,48 @@ def _softplus_of(body: Body, argument: Any, result: Any) -> float | None:
     if not is_literal or _source(body, read) is not argument:
         return None
     (inside,) = body.held[body.maker[result]]
-    is_softplus = inside.names.keys() >= _PARTS and inside.names["exp"] == 1
-    is_same = argument.aval.shape == result.aval.shape
-    return float(number.val) if is_softplus and is_same else None
+    if argument.aval.shape != result.aval.shape:
+        return None
+    return float(number.val) if _is_logaddexp(inside, number.val) else None
+
+
+def _is_logaddexp(body: Body, number: Any) -> bool:
+    """Whether a function of `x` and `y` is `max(x, y) + log1p(exp(-abs(x - y)))`.
+
+    Or `x + y` where their difference is NaN. The number that is passed for `y` may be
+    known inside.
+    """
+    first, second = body.invars
+
+    def made_by(atom: Any, *names: str) -> Any:
+        """What makes a value, by way of operations on one operand each."""
+        eqn = None
+        for name in names:
+            eqn = body.made_by(uncast(body, atom)[0], name)
+            if eqn is None:
+                return None
+            atom = eqn.invars[0]
+        return eqn
+
+    def reads_both(eqn: Any) -> bool:
+        x, y = eqn.invars
+        if hasattr(y, "val"):
+            is_y = bool(np.asarray(number).astype(y.val.dtype) == y.val)
+        else:
+            is_y = uncast(body, y)[0] is second
+        return is_y and uncast(body, x)[0] is first
+
+    (result,) = body.outvars
+    chosen = made_by(result, "select_n")
+    total = None if chosen is None else made_by(chosen.invars[1], "add")
+    if total is None:
+        return False
+    largest = made_by(total.invars[0], "max")
+    rest = made_by(total.invars[1], "log1p", "exp", "neg", "abs", "sub")
+    is_nan = made_by(chosen.invars[0], "ne", "sub")
+    either = made_by(chosen.invars[2], "add")
+    parts = largest, rest, is_nan, either
+    return all(part is not None and reads_both(part) for part in parts)
 
 
 def _sigmoid(x: Any, *, number: float) -> Any:

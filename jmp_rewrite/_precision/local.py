@@ -116,7 +116,7 @@ class Local:
             if v.constant is not None and v.constant.ndim
         ]
         fill = node.eqn.params.get("fill_value")
-        if isinstance(fill, (int, float)):
+        if fill is not None:
             numbers.append(np.asarray(fill))
         for number in numbers:
             lost = (

@@ -337,6 +337,70 @@ def test_a_shared_block_keeps_the_numbers_of_each_call(name, policy):
         assert jnp.linalg.norm(a - b) < 2**-2 * jnp.linalg.norm(b)  # a border moves
 
 
+def test_zeros_have_signs():
+    """Also in a process that has emitted the other one before."""
+    params, (x,) = weights((W, W), (W, W)), weights((16, W))
+
+    def literals(zero):
+        def f(params, x):
+            return jnp.maximum(x @ params[0], zero) @ params[1]
+
+        (largest,) = eqns(trace(mixed_precision(f, BF16), params, x), "max")
+        return [bool(jnp.signbit(v.val)) for v in largest.invars if hasattr(v, "val")]
+
+    zeros = [-0.0, 0.0, -0.0]
+    assert [literals(zero) for zero in zeros] == [[True], [False], [True]]
+
+
+@pytest.mark.parametrize("fill", [-1e9, np.float32(-1e9)], ids=type)
+def test_what_fills_in_for_missing_rows_is_a_number(fill):
+    params, (x,) = weights((W, W), (W, W)), weights((16, W))
+    index = jnp.asarray([0, 3, 99])
+
+    def f(params, x):
+        rows = jnp.take(x @ params[0], index, 0, mode="fill", fill_value=fill)
+        return jax.nn.softplus(rows) @ params[1]
+
+    found = jax.jit(mixed_precision(f, "mixed_float16"))(params, x)
+    assert relative_error(found, f(params, x)) < 16 * EPS["mixed_float16"]
+
+
+def test_a_scope_with_the_name_of_a_transformation():
+    """Both are tuples of one name; neither takes the place of the other."""
+    (w,), (x,) = weights((W, W)), weights((4, W))
+
+    def f(w, x):
+        with jax.named_scope("transpose"), jax.named_scope("jvp"):
+            return jnp.square(x @ w).sum()
+
+    def reads(fun):
+        found = trace(mixed_precision(fun, BF16), w, x)
+        return [dtypes_in(e) for e in eqns(found, "dot_general")]
+
+    plain = reads(jax.grad(lambda w, x: jnp.square(x @ w).sum()))
+    reads(f)
+    assert reads(jax.grad(f)) == plain
+
+
+@jax.custom_vjp
+def one(a):
+    return jnp.ones_like(a)
+
+
+one.defvjp(lambda a: (one(a), a), lambda a, g: (g * a,))
+
+
+def test_a_number_with_a_derivative_of_its_own():
+    params, (x,) = weights((W, W), (W, W)), weights((16, W))
+
+    def loss(a):
+        return jnp.mean((jnp.tanh(x @ params[0]) * one(a)) @ params[1])
+
+    half = jax.jit(mixed_precision(loss, BF16))
+    found, exact = jax.grad(half)(2.0), jax.grad(loss)(2.0)
+    assert exact and abs(found - exact) < 2**-4 * abs(exact)
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_a_turn_reads_a_part_of_what_was_padded(policy):
     """What a sequence is padded with says nothing of where one element is zero."""

@@ -636,6 +636,47 @@ def test_what_is_masked_is_no_derivative_of_a_softplus():
     assert relative_error(found - w, step(w, x) - w) < 8 * EPS["mixed_bfloat16"]
 
 
+@jax.custom_jvp
+def softhinge(x, margin):
+    """`log(exp(x) + exp(-margin))`: as a softplus is written, but of another number."""
+    return jnp.maximum(x, -margin) + jnp.log1p(jnp.exp(-jnp.abs(x + margin)))
+
+
+@softhinge.defjvp
+def _(primals, tangents):
+    result = softhinge(*primals)
+    return result, jnp.exp(primals[0] - result) * tangents[0]
+
+
+def eighths(x):
+    return jnp.logaddexp(x.astype(jnp.float8_e4m3fn).astype(jnp.float32), 0.0)
+
+
+@pytest.mark.parametrize(
+    "activation", [lambda x: softhinge(x, 1.0), eighths], ids=["softhinge", "float8"]
+)
+def test_what_is_no_softplus_of_its_argument(activation):
+    step, params, x = step_of(activation, biased=False)
+    with use_passes("none"):
+        exact = jax.jit(mixed_precision(step, "mixed_bfloat16"))(params, x)
+    found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(params, x)
+    for w, a, b in zip(params, found, exact, strict=True):
+        assert relative_error(a - w, b - w) < EPS["mixed_bfloat16"]
+
+
+def test_a_gradient_that_a_user_reduces_is_reduced():
+    w, x = jnp.asarray(normal(D, D)), jnp.asarray(normal(T, D))
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.square(jnp.tanh(x @ w) @ x.T).mean())(w)
+        return w - jax.lax.reduce_precision(gradient, 5, 1)
+
+    with use_passes(device="NVIDIA H200"):
+        update = w - jax.jit(mixed_precision(step, "mixed_bfloat16"))(w, x)
+    exact = w - step(w, x)
+    assert jnp.mean(jnp.abs(update - exact) < 2**-6 * jnp.abs(exact).max()) > 0.9
+
+
 def test_a_gradient_that_a_decomposition_reads_is_not_rounded():
     """Solving with a preconditioner multiplies an error."""
     w, x = jnp.asarray(normal(D, D)), jnp.asarray(normal(T, D))

@@ -255,6 +255,20 @@ def test_gradients_of_repeats_are_sums(size, scatters):
         np.testing.assert_allclose(one, other, rtol=2**-20, atol=2**-20)
 
 
+def test_an_index_in_another_order():
+    """`order="F"` permutes: 0 1 2 3 0 1 2 3 are no neighbours, 0 0 1 1 2 2 3 3 are."""
+
+    def loss(params, x):
+        first, last = params
+        index = jnp.broadcast_to(jnp.arange(6)[:, None], (6, 2)).ravel(order="F")
+        return jnp.square(jnp.tanh((x @ first)[index]) @ last).mean()
+
+    params, x = weights((5, 8), (8, 3)), jnp.asarray(normal(6, 5))
+    step = mixed_precision(step_of(loss), "mixed_bfloat16")
+    found = [w - v for w, v in zip(params, step(params, x), strict=True)]
+    assert relative_error(found, list(jax.grad(loss)(params, x))) < 2**-5
+
+
 def test_two_repeats_share_a_function():
     """JAX traces `resize` of equal shapes once: its transpose has two callers."""
 

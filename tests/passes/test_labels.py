@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bit_equal, choices, eqns, trace
+from helpers import bit_equal, choices, eqns, trace, walk
 from programs import normal, weights
 
 from jmp_rewrite import full_precision, mixed_precision, use_passes
@@ -51,6 +51,36 @@ def step_of(read, labels, bias=True):
         return jax.tree.map(lambda w, g: w - g, params, grads), value
 
     return mixed_precision(step, "mixed_bfloat16")
+
+
+def test_what_is_the_same_for_the_whole_batch():
+    """JAX 0.12 adds (1, T, V) to (B, T, V) without a broadcast."""
+    params, x = arguments()
+
+    def loss(params, x):
+        first, second, _ = params
+        h = jnp.tanh(x @ first)
+        logits = h @ second + h.mean(0, keepdims=True) @ second
+        return -jnp.mean(log_probability(logits, LABELS))
+
+    step = jax.value_and_grad(loss)
+    with jax.numpy_rank_promotion("allow"), use_passes(device=DEVICE):
+        found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(params, x)
+    assert abs(found[0] - loss(params, x)) < 2**-6
+
+
+def relaxed(logits, labels):
+    for _ in range(24):
+        logits = logits - 0.1 * jnp.tanh(logits)
+    return log_probability(logits, labels)
+
+
+def test_what_is_read_by_many_ways_is_not_computed_again():
+    """Its recipe would be as long as there are ways: 2 to the power of 24."""
+    params, x = arguments()
+    found = trace(step_of(relaxed, LABELS), params, x)
+    assert not choices(found, "gather_first")
+    assert sum(1 for _ in walk(found)) < 2_000
 
 
 def arguments():

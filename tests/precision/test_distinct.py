@@ -51,6 +51,14 @@ MEETING = {
         lambda k: lax.dynamic_index_in_dim(joined(k), k[0].astype(int), 1, False)
     ),
     "each by itself of joined ones": rows(lambda k: joined(k)[:, :, None][:, 1, 0]),
+    "the third of three": rows(
+        lambda k: lax.select_n(
+            np.full(N, 2, np.int32),
+            jnp.arange(N),
+            jnp.argsort(k),
+            jnp.zeros(N, int),
+        )
+    ),
     "the largest in each column": rows(
         lambda k: lax.top_k(columns(k), 1, axis=0)[1][0]
     ),

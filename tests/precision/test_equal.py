@@ -168,6 +168,14 @@ def test_draws_are_equal_if_their_keys_are():
     assert not is_same(lambda w, key: step(w, key, key), w, key)
 
 
+def test_each_draw_of_a_stateful_generator_is_another_one():
+    def step(w):
+        return [lax.rng_uniform(0.0, 1.0, (T, D)) @ w for _ in range(2)]
+
+    closed = jax.make_jaxpr(step)(*weights((D, F)))
+    assert computed_once(closed) is closed
+
+
 def test_effects_happen_as_often_as_they_did(capfd):
     def noisy(params, z):
         h = z @ params[0]
@@ -200,6 +208,34 @@ def test_before_differentiation_a_rule_stays_with_its_call():
     (w,), x = weights((D, F)), jnp.asarray(normal(T, D))
     found = jax.grad(mixed_precision(loss, "mixed_bfloat16"))(w, x)
     assert relative_error(found, jax.grad(loss)(w, x)) < 2**-6
+
+
+@jax.custom_vjp
+def doubled(x, w):
+    return x @ w
+
+
+doubled.defvjp(
+    lambda x, w: (doubled(x, w), (x, w)),
+    lambda read, g: (2 * g @ read[1].T, 2 * read[0].T @ g),
+)
+
+
+def test_a_step_that_is_differentiated_keeps_its_rules():
+    """Under `jit` nobody sees that somebody will."""
+    (w,), x = weights((D, D)), jnp.asarray(normal(T, D))
+
+    def step(w, x):
+        def loss(w):
+            return jnp.square(doubled(x, w) + jnp.tanh(x @ w)).mean()
+
+        return w - jax.grad(loss)(w)
+
+    def meta(step):
+        return jax.grad(lambda w: jnp.square(jnp.tanh(x @ step(w, x))).mean())(w)
+
+    found = meta(jax.jit(mixed_precision(step, "mixed_bfloat16")))
+    assert relative_error(found, meta(step)) < 2**-5
 
 
 def test_results_without_a_name_can_be_read():
