@@ -115,6 +115,8 @@ def _streamed(editor: Editor, body: Body, wide: Any) -> tuple[list[Any], Any] | 
     if found is None:
         return None
     total, other = found
+    if total.aval.shape != wide.aval.shape:  # it is spread over the stream
+        return None
     cast = body.made_by(other, "convert_element_type")
     if cast is None or not is_widening(cast, editor.half):
         return None

@@ -203,7 +203,9 @@ class _Found:
 
 
 def _is_cast(eqn: Any) -> bool:
-    return eqn.primitive.name in CASTS or eqn.primitive is BY_DEVICE
+    """Whether an equation rounds to half, widens to float32, or chooses by device."""
+    is_named = eqn.primitive.name in CASTS or eqn.primitive is BY_DEVICE
+    return is_named and all(map(is_float, (eqn.invars[0], eqn.outvars[0])))
 
 
 def origin_of(body: Body, atom: Any) -> int:
@@ -221,7 +223,7 @@ def uncast(body: Body, atom: Any) -> tuple[Any, int]:
         if index < 0 or index in body.held:
             return atom, _UNKNOWN
         eqn = body.eqns[index]
-        if not _is_cast(eqn) or not is_float(eqn.invars[0]):
+        if not _is_cast(eqn):
             return atom, index
         atom = eqn.invars[eqn.outvars.index(atom)]
     return None, _UNKNOWN

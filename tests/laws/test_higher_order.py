@@ -25,7 +25,8 @@ from jax.experimental.compute_on import compute_on
 from jax.extend import core as jex
 from programs import BY_NAME, W, own_batching, weights
 
-from jmp_rewrite import mixed_precision, mixed_precision_jaxpr
+from jmp_rewrite import _compat, mixed_precision, mixed_precision_jaxpr
+from jmp_rewrite._graph import TOP, inner_place
 
 BF16 = "mixed_bfloat16"
 
@@ -369,17 +370,17 @@ def test_a_scope_with_the_name_of_a_transformation():
     """Both are tuples of one name; neither takes the place of the other."""
     (w,), (x,) = weights((W, W)), weights((4, W))
 
-    def f(w, x):
-        with jax.named_scope("transpose"), jax.named_scope("jvp"):
+    def f(w):
+        with jax.named_scope("transpose"):
             return jnp.square(x @ w).sum()
 
-    def reads(fun):
-        found = trace(mixed_precision(fun, BF16), w, x)
-        return [dtypes_in(e) for e in eqns(found, "dot_general")]
-
-    plain = reads(jax.grad(lambda w, x: jnp.square(x @ w).sum()))
-    reads(f)
-    assert reads(jax.grad(f)) == plain
+    (product,) = eqns(jax.make_jaxpr(f)(w), "dot_general")
+    (scope,) = _compat.scope_elements(product.source_info.name_stack)
+    *_, last = eqns(jax.make_jaxpr(jax.grad(f))(w), "dot_general")
+    transform, *_ = _compat.scope_elements(last.source_info.name_stack)
+    assert scope == transform and type(scope) is not type(transform)
+    assert inner_place(TOP, (scope,)).path == "transpose"
+    assert inner_place(TOP, (transform,)).backward
 
 
 @jax.custom_vjp

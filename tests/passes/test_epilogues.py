@@ -69,6 +69,16 @@ def grouped(params, x):
     return jnp.square(convolve(h, last)).mean()
 
 
+def pooled(params, x):
+    """What is one row of each image, with a bias, is added to all rows."""
+    first, last, bias = params
+    h = jax.nn.relu(convolve(x, first))
+    rows = jax.nn.relu(convolve(h.mean(1, keepdims=True), last))
+    with jax.numpy_rank_promotion("allow"):
+        h = h + (convolve(rows, first) + bias[0, 0, 0])
+    return jnp.square(convolve(jax.nn.relu(convolve(h, last)), first)).mean()
+
+
 def residual(params, x):
     first, last, _ = params
     h = convolve(x, first) + jnp.concatenate([x, x], -1)
@@ -140,7 +150,7 @@ def on_a_gpu(loss, args):
     return [a - w for a, w in zip(out, jax.tree.leaves(args[0]), strict=True)]
 
 
-@pytest.mark.parametrize("loss", [biased, broadcast_bias, mapped, streamed])
+@pytest.mark.parametrize("loss", [biased, broadcast_bias, mapped, streamed, pooled])
 def test_gradients_of_convolutions(loss):
     args = kernels(), images()
     exact = [-g for g in jax.grad(loss)(*args)]
