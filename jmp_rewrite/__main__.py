@@ -334,7 +334,7 @@ def _estimate(argv: Sequence[str]) -> None:
     except ImportError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     except (OSError, TypeError, ValueError) as error:
-        parser.error(str(error).splitlines()[0])
+        parser.error((str(error).splitlines() or [type(error).__name__])[0])
     if any(row.fits is None for row in cost.rows):
         raise SystemExit(1)
 

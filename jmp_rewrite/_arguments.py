@@ -33,8 +33,12 @@ tree_util.register_pytree_node(Hidden, lambda x: ((), x), lambda x, _: x)
 
 
 def hide(tree: Any) -> Any:
-    """Hides the leaves of a tree that are no arrays."""
-    return tree_util.tree_map(lambda x: x if _is_traced(x) else Hidden(x), tree)
+    """Hides the leaves of a tree that are no arrays, and are not hidden yet."""
+
+    def hidden(x: Any) -> Any:
+        return x if _is_traced(x) or isinstance(x, Hidden) else Hidden(x)
+
+    return tree_util.tree_map(hidden, tree)
 
 
 def show_types(tree: Any) -> Any:

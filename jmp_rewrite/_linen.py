@@ -42,10 +42,11 @@ def call(
             packed: Any,
             state: Any,
             keys: Any,
+            /,
             *args: Any,
             **named: Any,
         ) -> Any:
-            def pure(state: Any, keys: Any, *args: Any, **named: Any) -> Any:
+            def pure(state: Any, keys: Any, /, *args: Any, **named: Any) -> Any:
                 scope = scope_of(state, keys)
                 return method(scope, *args, **named), packed(scope)
 

@@ -145,7 +145,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._skip: dict[str, bool] = {}
-        self._known: dict[tuple[Any, int], Line] = {}
+        self._known: dict[tuple[str, tuple[Any, int]], Line] = {}
         modules = (sys.modules.get(name) for name in _LIBRARIES)
         self._libraries = tuple(
             path + os.sep for m in modules for path in getattr(m, "__path__", ())
@@ -175,11 +175,12 @@ class Lines:
         return next((f for f in frames if not skips(f[0].co_filename)), None)
 
     def _line(self, eqn: Any, frame: tuple[Any, int]) -> Line:
-        if frame not in self._known:
-            code = frame[0]
+        code = frame[0]
+        key = code.co_filename, frame  # equal code of two files is equal
+        if key not in self._known:
             number = _compat.frame_line(eqn, *frame)
-            self._known[frame] = Line(code.co_filename, number, code.co_qualname)
-        return self._known[frame]
+            self._known[key] = Line(code.co_filename, number, code.co_qualname)
+        return self._known[key]
 
     def is_library(self, name: str) -> bool:
         if name not in self._skip:

@@ -234,7 +234,8 @@ class _EagerCalls:
 
     def count(self, results: Sequence[Any]) -> None:
         """Counts a call that has made these arrays."""
-        is_eager = any(map(_compat.is_concrete, results))
+        # Under `jit` a constant that the function returns is concrete as well.
+        is_eager = bool(results) and all(map(_compat.is_concrete, results))
         if not is_eager or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return
         self._number += 1

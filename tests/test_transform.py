@@ -559,6 +559,12 @@ def test_eager_calls_that_were_asked_for_are_not_heard():
             half(X, W)
 
 
+def test_a_constant_that_is_returned_is_no_eager_call():
+    half = jax.jit(mixed_precision(lambda x, w: (x @ w, W), "mixed_bfloat16"))
+    half(X, W)
+    half(X[:1], W)  # warnings are errors here
+
+
 def test_jitted_calls_trace_once():
     g, calls = counted()
     half = jax.jit(mixed_precision(g, "mixed_bfloat16"))

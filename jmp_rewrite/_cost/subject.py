@@ -99,7 +99,10 @@ class Subject:
         count = len(self.call.shardings)
         results = len(tree_util.tree_leaves(self.call.results))
         nothing = [False] * count, [None] * count, [None] * results
-        if not hasattr(self.call.fun, "lower"):
+        fun = self.call.fun
+        while isinstance(fun, functools.partial):
+            fun = fun.func
+        if not hasattr(fun, "lower"):
             return nothing
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
@@ -139,6 +140,10 @@ def _is_tolerance(given: Any) -> bool:
     return bool(math.isfinite(given) and given > 0)
 
 
+def _copied(x: Any) -> Any:
+    return x.copy() if isinstance(x, (np.ndarray, jax.Array)) else x
+
+
 class _Program:
     """A traced call, that is run under one policy after the other."""
 
@@ -149,7 +154,9 @@ class _Program:
                 "jax.jit, jax.grad or another transformation: call it outside, on "
                 "arrays, with the transformation inside the function."
             )
-        self.traced = traced
+        # Copies: it runs again when it is printed. Before that a step may be given its
+        # arguments to keep, or a buffer another batch.
+        self.traced = traced._replace(arrays=list(map(_copied, traced.arrays)))
 
     def rewritten(self, policy: Policy) -> tuple[Any, Sequence[Any]]:
         """Rewrites the program as accelerators run it, with all roundings.
@@ -215,6 +222,7 @@ def _diagnosis(
     spoilt = [r for r, bad in zip(rows, reference.is_spoilt, strict=True) if bad]
     if shadow.endless:  # no result ever comes
         errors = [float("inf")] * len(errors)
+    names = _told_apart(names)
     return Diagnosis(
         name=name,
         diagnosed=policy,
@@ -232,6 +240,16 @@ def _diagnosis(
         paths=paths,
         run=lambda other: max(reference.errors(program.run(other)), default=0.0),
     )
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Numbers what has the same name: a change of argument 0, and the first result."""
+    seen = collections.Counter[str]()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(f"{name} ({seen[name]})" if seen[name] > 1 else name)
+    return found
 
 
 def _as_counted(error: float) -> float:

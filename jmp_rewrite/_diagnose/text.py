@@ -170,7 +170,13 @@ def _rich_table(rows: Sequence[Sequence[str]], width: int) -> str:
         table.add_row(*row)
     out = io.StringIO()
     console = Console(
-        file=out, width=width, color_system=None, highlight=False, force_jupyter=False
+        file=out,
+        width=width,
+        color_system=None,
+        highlight=False,
+        force_jupyter=False,
+        markup=False,  # the brackets of a scope's name are its own
+        emoji=False,
     )
     console.print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

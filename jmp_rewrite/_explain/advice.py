@@ -171,7 +171,10 @@ def _full_products(facts: Facts) -> Iterator[str]:
         if row.flops and not _is_half(row):
             reason = row.reason.removeprefix("full: ")
             if row.dtype in _WIDE:
-                reason = f"{row.dtype} is left alone; cast to float32 to use half"
+                reason = f"{row.dtype} is left alone"
+                reason += (
+                    "" if "complex" in row.dtype else "; cast to float32 to use half"
+                )
             reasons.setdefault((row.dtype, reason), []).append(row)
     for (dtype, reason), rows in reasons.items():
         share = _share(facts, rows)

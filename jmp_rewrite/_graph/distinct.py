@@ -247,8 +247,12 @@ def _counts(atom: Any, made_by: Mapping[Any, Any]) -> bool:
 def counts_up(eqn: Any) -> bool:
     """Whether an `iota` is 0, 1, 2, ..., and its integers are as long as it takes."""
     aval = eqn.outvars[0].aval
-    last = aval.shape[eqn.params["dimension"]] - 1
-    return aval.dtype.kind in "iu" and bool(last <= np.iinfo(aval.dtype).max)
+    if aval.dtype.kind not in "iu":
+        return False
+    size = aval.shape[eqn.params["dimension"]]
+    if not isinstance(size, int):  # a symbol
+        return bool(aval.dtype.itemsize >= 4)
+    return bool(size - 1 <= np.iinfo(aval.dtype).max)
 
 
 def is_as_wide(eqn: Any) -> bool:

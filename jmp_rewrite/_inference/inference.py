@@ -137,7 +137,7 @@ class Inference(Generic[P, R]):
         inner = _transform.undecorated(fun)
         plain, own = inner.bound, inner.policy
         check_kind(plain, "for_inference")
-        self._fun = plain
+        self._fun, self._hide = plain, inner.hide
         given = None if policy is None else as_policy(policy)
         self._policy = given if own is None else own  # an inner policy decides inside
         self._numbers = Numbers.of(plain, weights, state)
@@ -153,7 +153,8 @@ class Inference(Generic[P, R]):
         given, named = self._bound(args, kwargs)
         if policy.compute_dtype == FLOAT32:
             self._leaves(policy, hide((given, named)), 0)
-            return _transform.mixed_precision(self._fun, policy)(*given, **named)
+            args, kwargs = show((given, named))
+            return _transform.mixed_precision(self._fun, policy)(*args, **kwargs)
         with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, finish):
             tree = hide((pargs, pkwargs))
             hidden = len(pargs) - len(given)
@@ -180,7 +181,7 @@ class Inference(Generic[P, R]):
             hidden = len(pargs) - len(given)
             if policy.compute_dtype == FLOAT32:
                 self._leaves(policy, tree, hidden)
-                return given
+                return tuple(show(given))
             program = self._program(policy, pure, tree, hidden)
             half = program.plan.half
             stored = [
@@ -235,9 +236,12 @@ class Inference(Generic[P, R]):
             except ValueError:  # a function of C tells nothing
                 pass
             else:
+                last = max(*self._numbers.weights, *self._numbers.state, -1, -1)
+                if last >= len(bound.args):  # there are defaults before it
+                    bound.apply_defaults()
                 args, kwargs = bound.args, bound.kwargs
         check_call(self._fun, self._numbers, args)
-        return tuple(args), dict(kwargs)
+        return self._hide(tuple(args), dict(kwargs))
 
     def _leaves(self, policy: Policy, tree: Any, hidden: int) -> list[Leaf]:
         """Returns the arrays of weights and state, once they are seen to be right."""

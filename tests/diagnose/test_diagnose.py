@@ -52,6 +52,43 @@ def test_odd_types_are_diagnosed(name, policy, recwarn):
         assert given[...] == 0  # what runs write, they write to copies
 
 
+def test_results_of_one_name_are_told_apart():
+    """What changes in place is named after its argument, as the first result is."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.full((4, 4), 300.0))
+
+    def step(model, x):
+        model.w[...] = (x @ model.w[...]) @ (x @ model.w[...])
+        return ({"w": x.sum()},)
+
+    x = jnp.full((4, 4), 300.0)
+    found = diagnose(step, "mixed_float16")(Model(), x)
+    assert len(found.results) == 2 and found.error > 0.5
+
+
+def test_arguments_may_be_donated_before_a_diagnosis_is_printed():
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.square(jnp.tanh(x @ w) @ w).sum())(w)
+
+    w, x = jnp.asarray(normal(24, 24)), normal(16, 24)
+    found = diagnose(step, "mixed_bfloat16", tolerance=1e-9)(w, x)
+    w.delete()
+    x[:] = np.nan
+    assert found.policy is None or found.policy_error < 1
+    assert "step" in str(found)
+
+
+def test_brackets_in_a_scope_are_its_own():
+    def f(w, x):
+        with jax.named_scope("block[attn]"), jax.named_scope("x[/head]"):
+            return jnp.tanh(x @ w) @ w
+
+    found = diagnose(f, "mixed_bfloat16")(normal(24, 24), normal(16, 24))
+    assert "block[attn]" in str(found)
+
+
 @pytest.mark.parametrize("is_set", [False, True])
 def test_a_mesh_in_the_types_is_diagnosed(is_set):
     """`jax.make_mesh` makes such meshes, which equations outside of `jit` must hold."""

@@ -55,6 +55,18 @@ def test_in_the_backward_pass_too():
     assert inside == expected
 
 
+def test_equal_code_of_two_files_has_two_names():
+    text = "def layer(x):\n    return jnp.sin(x)\n"
+    layers = []
+    for name in ("first.py", "second.py"):
+        space = {"jnp": jnp}
+        exec(compile(text, f"/models/{name}", "exec"), space)
+        layers.append(space["layer"])
+    found = lines_of(lambda x: layers[1](layers[0](x)), X)
+    files = [line.file for name, _, line in found if name == "sin"]
+    assert files == ["/models/first.py", "/models/second.py"]
+
+
 @jax.jit
 def own(x):
     return jnp.sin(x)  # sine

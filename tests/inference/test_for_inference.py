@@ -938,3 +938,26 @@ def test_explain_and_diagnose_know_its_policy(policy, is_stored):
         assert f"under Policy('{policy}')" in str(shown).splitlines()[0]
     asked = explain(serve, "float32")(*args)
     assert {e.dtype for e in asked.equations if e.flops} == {"float32"}
+
+
+def test_static_arguments_of_a_decorated_function():
+    @functools.partial(mixed_precision, policy=BF16, static_argnums=2)
+    def apply(params, x, flags):
+        return jnp.tanh(x @ params) @ params if flags[0] else x
+
+    params, x, flags = jnp.eye(8), jnp.ones((4, 8)), np.ones(3)
+    serve = for_inference(apply)
+    (stored, *others) = serve.store(params, x, flags)
+    assert str(stored.dtype) == "bfloat16" and others[-1] is flags
+    same_bits(serve(stored, x, flags), serve(params, x, flags))
+
+
+def test_a_state_by_name_behind_a_default():
+    def decode(params, x=None, cache=None):
+        x = jnp.ones((4, 8)) if x is None else x
+        return x @ params, cache + (x @ params)[None]
+
+    params, cache = jnp.eye(8), jnp.zeros((2, 4, 8))
+    serve = for_inference(decode, BF16, state={2: 1})
+    assert len(serve.store(params, cache=cache)) == 3
+    assert serve(params, cache=cache)[1].shape == cache.shape

@@ -150,6 +150,21 @@ def test_export_of_a_step_with_symbolic_shapes(policy):
     assert relative_error(exported.call(w, x), step(w, x)) < 1e-2
 
 
+def test_export_counts_what_has_a_symbol_for_its_size():
+    def step(w, x):
+        def loss(w):
+            logits, rows = x @ w, jnp.arange(x.shape[0])
+            return -jax.nn.log_softmax(logits)[rows, rows % 8].mean()
+
+        return w - jax.grad(loss)(w)
+
+    half = jax.jit(mixed_precision(step, "mixed_bfloat16"))
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 8"), jnp.float32)
+    w, x = normal(8, 8, seed=1) / 4, normal(5, 8)
+    exported = jax.export.export(half)(jax.ShapeDtypeStruct((8, 8), jnp.float32), rows)
+    assert relative_error(exported.call(w, x), step(w, x)) < 1e-2
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ahead_of_time(policy):
     """Lowered from types alone and compiled: the same program, to the bit."""

@@ -387,6 +387,21 @@ def test_linen_scopes(remat):
     assert layers_of(step, *args) == {f"Net/layer_{i}" for i in range(3)}
 
 
+@pytest.mark.parametrize("name", ["state", "keys", "packed", "scope_of"])
+def test_a_method_of_a_linen_module_has_its_own_names(name):
+    nn = pytest.importorskip("flax.linen")
+
+    def call(self, x, **named):
+        return nn.Dense(4)(x + named[name])
+
+    half = mixed_precision(BF16)(nn.compact(call))
+    module = type("Net", (nn.Module,), {"__call__": half})()
+    x = normal(8, 16)
+    variables = module.init(jax.random.key(0), x, **{name: x})
+    apply = jax.jit(lambda v, x: module.apply(v, x, **{name: x}))
+    assert apply(variables, x).shape == (8, 4)
+
+
 @pytest.mark.parametrize("compact_inside", [False, True])
 def test_a_method_of_a_linen_module(compact_inside):
     """It makes parameters, draws, and changes its statistics, where it runs."""
