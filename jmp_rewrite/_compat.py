@@ -571,6 +571,18 @@ def renewed(x: Any) -> Any:
     return jax.new_ref(x[...]) if is_reference(jax.typeof(x)) else x
 
 
+def in_own_mesh(x: Any) -> contextlib.AbstractContextManager[Any]:
+    """The context of the mesh that an array's type names, if that is another one.
+
+    An equation that takes arrays from one mesh to another, as at the border of
+    `jax.sharding.auto_axes`, stands in the context of its results.
+    """
+    mesh = jax.typeof(x).sharding.mesh if is_array(x) else None
+    if mesh is None or mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
 def explicit_mesh(arrays: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """Runs equations on arrays as in a function of them, if their types hold a mesh."""
     meshes = (_explicit(x) for x in arrays)

@@ -46,7 +46,8 @@ def call(
             *args: Any,
             **named: Any,
         ) -> Any:
-            def pure(state: Any, keys: Any, /, *args: Any, **named: Any) -> Any:
+            def pure(*given: Any, **named: Any) -> Any:  # with names of the user's
+                state, keys, *args = given
                 scope = scope_of(state, keys)
                 return method(scope, *args, **named), packed(scope)
 

@@ -96,7 +96,8 @@ class Emitter:
         if getattr(aval, "dtype", None) != FLOAT32:
             return cell.value
         if cell.full is None:
-            cell.full = _compat.convert(cell.value, FLOAT32)
+            with _compat.in_own_mesh(cell.value):
+                cell.full = _compat.convert(cell.value, FLOAT32)
         return cell.full
 
     def read_half(self, cell: Cell) -> Any:
@@ -105,7 +106,8 @@ class Emitter:
             return cell.value
         if cell.half is not None:
             return cell.half
-        half = narrow(cell.value, self.plan.half)
+        with _compat.in_own_mesh(cell.value):
+            half = narrow(cell.value, self.plan.half)
         if self.plan.shared:
             cell.half = half
         return half

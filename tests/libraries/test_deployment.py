@@ -311,3 +311,22 @@ def test_orbax_restores_into_shardings(tmp_path):
     bit_equal(restored, state)
     for a, b in zip(arrays(restored), arrays(state), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cast_stands_in_the_mesh_of_its_operand(policy):
+    """`auto_axes` takes arrays from one mesh to another; where is the cast?"""
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((len(jax.devices()),), ("rows",), axis_types=explicit)
+    rows = jax.sharding.PartitionSpec("rows", None)
+
+    def loss(w, x):
+        layer = jax.sharding.auto_axes(lambda h, w: jnp.tanh(h @ w), out_sharding=rows)
+        return jnp.mean((layer(jnp.tanh(x @ w), w) @ w) ** 2)
+
+    w, x = normal(8, 8, seed=1) / 4, normal(16, 8)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.sharding.NamedSharding(mesh, rows))
+        w = jax.device_put(w, jax.sharding.NamedSharding(mesh, jax.P()))
+        found = jax.jit(jax.grad(mixed_precision(loss, policy)))(w, x)
+        assert relative_error(found, jax.jit(jax.grad(loss))(w, x)) < 2**-5
