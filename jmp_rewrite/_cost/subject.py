@@ -109,7 +109,13 @@ class Subject:
             traced = _rewrite.trace_types(
                 self.call.fun, self.call.args, self.call.kwargs
             )
-        return _placement(traced.closed) or nothing
+        found = _placement(traced.closed)
+        if found is None:
+            return nothing
+        donated, given, returned = found
+        # `jit` returns Python numbers as arrays, and they are none here.
+        is_same = len(returned) == results
+        return donated, given, returned if is_same else [None] * results
 
 
 def _placement(closed: Any) -> tuple[list[bool], list[Any], list[Any]] | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import Inner, Loop, Value, is_float32
+from jmp_rewrite._graph.nodes import SYMBOLIC, Inner, Loop, Value, is_float32
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._rules import CALLS
 
@@ -76,7 +76,8 @@ def scan(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
     num_consts, num_carry = _compat.scan_split(eqn.params)
     first = num_consts + num_carry
     invars = _compat.open_jaxpr(jaxpr).invars
-    trips *= max(eqn.params["length"], 1)
+    length = eqn.params["length"]
+    trips *= max(length, 1) if isinstance(length, int) else SYMBOLIC
     start, token = len(b.nodes), next(b.tokens)
     avals = [v.aval for v in invars[num_consts:first]]
     carry_in = _joints(b, "carry_in", args[num_consts:first], avals, place, trips)

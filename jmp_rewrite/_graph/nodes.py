@@ -32,7 +32,7 @@ EITHER = frozenset({"carry_in", "join"})
 # Names of the casts at the edges of a kernel of half operands: down, and back up.
 KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 # What a dimension counts that is a symbol when a program is exported.
-_SYMBOLIC = 64
+SYMBOLIC = 64
 
 
 class Value:
@@ -410,7 +410,7 @@ def elements(avals: Sequence[Any]) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _elements(shape: tuple[Any, ...]) -> int:
-    return math.prod(d if isinstance(d, int) else _SYMBOLIC for d in shape)
+    return math.prod(d if isinstance(d, int) else SYMBOLIC for d in shape)
 
 
 def reached(

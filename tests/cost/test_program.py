@@ -1,5 +1,7 @@
 """Programs are lowered for a device that is not there."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,14 @@ def test_donated_arguments_are_donated():
     assert donations(step) == donations(plain) == 0
     assert donations(jax.jit(plain, donate_argnums=0)) == 2
     assert donations(jax.jit(plain, donate_argnames="params")) == 2
+    donating = jax.jit(plain, donate_argnums=0)
+    assert donations(functools.partial(donating)) == 2
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def with_a_number(*args):
+        return plain(*args), 3
+
+    assert donations(with_a_number) == 2
 
 
 def test_both_policies_have_the_same_parameters():

@@ -156,13 +156,14 @@ def test_export_counts_what_has_a_symbol_for_its_size():
             logits, rows = x @ w, jnp.arange(x.shape[0])
             return -jax.nn.log_softmax(logits)[rows, rows % 8].mean()
 
-        return w - jax.grad(loss)(w)
+        return w - jax.grad(loss)(w), jax.lax.map(lambda row: jnp.tanh(row @ w) @ w, x)
 
     half = jax.jit(mixed_precision(step, "mixed_bfloat16"))
     rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 8"), jnp.float32)
     w, x = normal(8, 8, seed=1) / 4, normal(5, 8)
     exported = jax.export.export(half)(jax.ShapeDtypeStruct((8, 8), jnp.float32), rows)
-    assert relative_error(exported.call(w, x), step(w, x)) < 1e-2
+    for found, exact in zip(exported.call(w, x), step(w, x), strict=True):
+        assert relative_error(found, exact) < 2e-2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
