@@ -277,6 +277,13 @@ class Decorated(NamedTuple):
             return self.fun
         return functools.partial(self.fun, *self.args, **self.named)
 
+    def hide_own(
+        self, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of `bound`, with what is static hidden."""
+        hidden, named = self.hide(*self.whole(args, kwargs))
+        return hidden[len(self.args) :], {name: named[name] for name in kwargs}
+
     def whole(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of `fun` that a call stands for."""
         return (*self.args, *args), {**self.named, **kwargs}

@@ -62,7 +62,9 @@ def _of_result(eqn: Any, known: Sequence[frozenset[int]]) -> frozenset[int]:
     if name == "convert_element_type":
         return known[0] if is_as_wide(eqn) else NOWHERE
     if ROWS in known[0]:
-        return known[0] if _keeps_rows(eqn) else NOWHERE
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        keeps = name in _CUTS and before[-1] == after[-1]
+        return known[0] if keeps else NOWHERE
     if name in _CUTS:
         return known[0]
     if name == "broadcast_in_dim":
@@ -72,13 +74,6 @@ def _of_result(eqn: Any, known: Sequence[frozenset[int]]) -> frozenset[int]:
     if name in ("reshape", "squeeze"):
         return _without_ones(eqn, known[0])
     return NOWHERE
-
-
-def _keeps_rows(eqn: Any) -> bool:
-    """Whether a slice, or the same shape, leaves whole rows where they were."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    is_cut = eqn.primitive.name in _CUTS and before[-1] == after[-1]
-    return is_cut or (eqn.primitive.name == "reshape" and before == after)
 
 
 def _sorted(eqn: Any, known: frozenset[int]) -> frozenset[int]:

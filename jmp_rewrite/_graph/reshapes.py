@@ -41,7 +41,8 @@ def _equations(eqn: Any, known: dict[int, tuple[Any, Any]]) -> list[Any]:
         params = dict(eqn.params, dimensions=None)
         return eqn.primitive.bind(lax.transpose(x, dims), **params)
 
-    made = _compat.open_jaxpr(jax.make_jaxpr(run)(eqn.invars[0].aval)).eqns
+    with eqn.ctx.manager:  # its mesh
+        made = _compat.open_jaxpr(jax.make_jaxpr(run)(eqn.invars[0].aval)).eqns
     if len(made) == 1:  # it permutes nothing
         return [eqn.replace(params=made[0].params)]
     transpose, reshape = made

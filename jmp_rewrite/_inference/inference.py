@@ -137,7 +137,7 @@ class Inference(Generic[P, R]):
         inner = _transform.undecorated(fun)
         plain, own = inner.bound, inner.policy
         check_kind(plain, "for_inference")
-        self._fun, self._hide = plain, inner.hide
+        self._fun, self._hide = plain, inner.hide_own
         given = None if policy is None else as_policy(policy)
         self._policy = given if own is None else own  # an inner policy decides inside
         self._numbers = Numbers.of(plain, weights, state)

@@ -950,6 +950,8 @@ def test_static_arguments_of_a_decorated_function():
     (stored, *others) = serve.store(params, x, flags)
     assert str(stored.dtype) == "bfloat16" and others[-1] is flags
     same_bits(serve(stored, x, flags), serve(params, x, flags))
+    serve = for_inference(functools.partial(apply, params))
+    same_bits(serve(x, flags), apply(params, x, flags))
 
 
 def test_a_state_by_name_behind_a_default():

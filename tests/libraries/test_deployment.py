@@ -300,8 +300,8 @@ def test_orbax_restores_into_shardings(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     _, state = ready("mixed_float16")
-    rows = jax.NamedSharding(mesh, jax.P("data"))
-    whole = jax.NamedSharding(mesh, jax.P())
+    rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
     state = jax.tree.map(
         lambda x: jax.device_put(x, rows if x.ndim == 2 else whole), state
     )
@@ -331,3 +331,34 @@ def test_a_cast_stands_in_the_mesh_of_its_operand(policy):
         w = jax.device_put(w, jax.sharding.NamedSharding(mesh, jax.P()))
         found = jax.jit(jax.grad(mixed_precision(loss, policy)))(w, x)
         assert relative_error(found, jax.jit(jax.grad(loss))(w, x)) < 2**-5
+
+
+@pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2])
+def test_depthwise_convolutions_of_each_device(kind):
+    """JAX's derivative of one permutes by a `reshape`, which is written as two."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("rows",), axis_types=(kind,))
+    rows = jax.sharding.PartitionSpec("rows")
+    last = jnp.asarray(normal(8, 8, seed=2) / 4)
+
+    def loss(w, x):
+        h = jax.lax.conv_general_dilated(
+            jnp.tanh(x @ last),
+            w,
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=8,
+        )
+        return jnp.square(jnp.tanh(h) @ last).mean()
+
+    def own(w, x):
+        return w - jax.lax.pmean(jax.grad(loss)(w, x), "rows")
+
+    step = jax.shard_map(own, mesh=mesh, in_specs=(jax.P(), rows), out_specs=jax.P())
+    with jax.set_mesh(mesh):
+        w = jax.device_put(
+            normal(3, 3, 1, 8), jax.sharding.NamedSharding(mesh, jax.P())
+        )
+        x = jax.device_put(normal(8, 4, 4, 8), jax.sharding.NamedSharding(mesh, rows))
+        found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(w, x)
+        assert relative_error(found - w, jax.jit(step)(w, x) - w) < 2**-5
