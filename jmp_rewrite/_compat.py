@@ -398,6 +398,15 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) or bool(jex.valid_jaxtype(leaf))
 
 
+def static_arguments(fun: Any) -> tuple[tuple[int, ...], tuple[str, ...]] | None:
+    """Returns the static positions and names of a function of `jax.jit` or `nnx.jit`.
+
+    None for other functions.
+    """
+    info = getattr(getattr(fun, "jitted_fn", fun), "_jit_info", None)
+    return None if info is None else (info.static_argnums, info.static_argnames)
+
+
 def is_concrete(x: Any) -> bool:
     """Whether this process can read an array's numbers."""
     concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

@@ -261,6 +261,7 @@ class Decorated(NamedTuple):
       args: arguments that stand before those of a call: the object of a bound method,
         and what `functools.partial` was given.
       named: arguments by name that it was given.
+      jits: each `jax.jit` that a call goes through.
     """
 
     wrapped: Callable[..., Any]
@@ -269,6 +270,7 @@ class Decorated(NamedTuple):
     hide: Callable[[tuple[Any, ...], dict[str, Any]], Any]
     args: tuple[Any, ...] = ()
     named: Mapping[str, Any] = MappingProxyType({})
+    jits: tuple[_Jit, ...] = ()
 
     @property
     def bound(self) -> Callable[..., Any]:
@@ -288,6 +290,53 @@ class Decorated(NamedTuple):
         """Returns the arguments of `fun` that a call stands for."""
         return (*self.args, *args), {**self.named, **kwargs}
 
+    def received(
+        self, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments that `fun` gets of a call: `jit` passes on arrays."""
+        args, named = self.whole(args, kwargs)
+        for jit in self.jits:
+            args, named = jit.arrays(args, named)
+        return args, named
+
+
+class _Jit(NamedTuple):
+    """A `jax.jit`, which makes arrays of Python's and NumPy's numbers.
+
+    Attributes:
+      numbers: positions of static arguments, among those that go through it.
+      names: names of static arguments.
+      inside: how many arguments are added behind it, in front of those.
+      named: names of the arguments that are added behind it.
+    """
+
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+    inside: int = 0
+    named: frozenset[str] = frozenset()
+
+    def arrays(
+        self, args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments with arrays for what goes through it and is not static."""
+        count = len(args) - self.inside
+        kept = {self.inside + (n if n >= 0 else n + count) for n in self.numbers}
+        kept.update(range(self.inside))
+        return tuple(x if i in kept else _arrays(x) for i, x in enumerate(args)), {
+            name: x if name in self.named.union(self.names) else _arrays(x)
+            for name, x in named.items()
+        }
+
+
+def _arrays(tree: Any) -> Any:
+    """Makes arrays of the numbers of a tree, with weak types of Python's, as `jit`."""
+
+    def array(x: Any) -> Any:
+        is_number = isinstance(x, (bool, int, float, complex, np.generic))
+        return jnp.asarray(x) if is_number else x
+
+    return jax.tree.map(array, tree)
+
 
 # What `jax.jit`, `equinox.filter_jit` and `flax.nnx.jit` return.
 _JITTED = frozenset({"PjitFunction", "_JitWrapper", "JitWrapped"})
@@ -302,20 +351,39 @@ def undecorated(fun: Any) -> Decorated:
     inner: Any = fun
     args: tuple[Any, ...] = ()
     named: dict[str, Any] = {}
+    jits: list[_Jit] = []
     while True:
-        if type(inner).__name__ in _JITTED and hasattr(inner, "__wrapped__"):
+        first: tuple[Any, ...] = ()
+        added: dict[str, Any] = {}
+        if _is_jitted(inner):
+            jits += _jit_of(inner)
             inner = inner.__wrapped__
         elif isinstance(inner, MethodType):
-            inner, args = inner.__func__, (inner.__self__, *args)
+            inner, first = inner.__func__, (inner.__self__,)
         elif isinstance(inner, functools.partial):
-            args, named = (*inner.args, *args), {**inner.keywords, **named}
-            inner = inner.func
+            inner, first, added = inner.func, inner.args, inner.keywords
         else:
             break
+        new = added.keys() - named.keys()
+        jits = [
+            j._replace(inside=j.inside + len(first), named=j.named | new) for j in jits
+        ]
+        args, named = (*first, *args), {**added, **named}
     given = getattr(inner, "decorated", None)
     if isinstance(given, Decorated) and given.wrapped is inner:
-        return given._replace(args=args, named=named)
-    return Decorated(fun, fun, None, lambda args, kwargs: (args, kwargs))
+        return given._replace(args=args, named=named, jits=tuple(jits))
+    own = tuple(_jit_of(fun)) if _is_jitted(fun) else ()
+    return Decorated(fun, fun, None, lambda args, kwargs: (args, kwargs), jits=own)
+
+
+def _is_jitted(fun: Any) -> bool:
+    return type(fun).__name__ in _JITTED and hasattr(fun, "__wrapped__")
+
+
+def _jit_of(fun: Any) -> list[_Jit]:
+    """Returns what a jitted function does to numbers; nothing if it is Equinox'."""
+    static = _compat.static_arguments(fun)
+    return [] if static is None else [_Jit(*static)]
 
 
 def _decorate(policy: PolicyLike, numbers: Any, names: Any, fun: Any) -> Any:

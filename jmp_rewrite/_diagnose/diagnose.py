@@ -109,7 +109,7 @@ def diagnose(
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Diagnosis:
         _check_arrays((args, kwargs))
         chosen = as_policy(given)
-        whole = inner.whole(args, kwargs)
+        whole = inner.received(args, kwargs)
         traced = _rewrite.trace_types(plain, *whole, inner.hide, chosen)
         program = _Program(traced)
         mesh = _compat.explicit_mesh(traced.arrays)

@@ -63,7 +63,7 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
     @functools.wraps(fun, updated=())
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         chosen = as_policy(fixed or inner.policy)
-        given = inner.whole(args, kwargs)
+        given = inner.received(args, kwargs)
         traced = _rewrite.trace_types(inner.fun, *given, inner.hide, chosen)
         _check_sizes(traced)
         return _report(inner.fun, traced, chosen, call(args, kwargs, traced))

@@ -67,6 +67,7 @@ class Body:
         self.data: set[Any] | None = None
         self._maker: dict[Any, int] | None = None
         self._places: dict[int, int] | None = None
+        self._found: dict[str, list[int]] | None = None
 
     @property
     def maker(self) -> dict[Any, int]:
@@ -97,10 +98,13 @@ class Body:
 
     def find(self, *names: str) -> Iterator[tuple[int, Any]]:
         """Yields the equations of these primitives, with their indices."""
-        if any(name in self.names for name in names):
+        if self._found is None:
+            self._found = collections.defaultdict(list)
             for index, eqn in enumerate(self.eqns):
-                if eqn.primitive.name in names:
-                    yield index, eqn
+                self._found[eqn.primitive.name].append(index)
+        found = [self._found[name] for name in names if name in self._found]
+        for index in found[0] if len(found) == 1 else sorted(itertools.chain(*found)):
+            yield index, self.eqns[index]
 
     def made_by(self, atom: Any, *names: str) -> Any:
         """Returns the equation that makes a value; None if it is none of these."""

@@ -42,6 +42,8 @@ class Category(enum.Enum):
     DENY = "deny"
     CLEAR = "clear"
 
+    __hash__ = object.__hash__  # in C; that of `enum` hashes the name, in Python
+
 
 ALLOW, INFER, DENY, CLEAR = Category
 

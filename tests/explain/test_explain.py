@@ -559,6 +559,33 @@ def test_residuals_of_a_forward_function():
     assert report.residual_bytes == report.residual_bytes_before // 2
 
 
+@pytest.mark.parametrize("is_decorated", [True, False])
+def test_a_jitted_function_gets_arrays_for_numbers(is_decorated):
+    def fun(x, w, rate=0.5, *, gain=2.0, steps=3):
+        return jnp.tanh(x @ w) * rate * gain * steps
+
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    inner = mixed_precision(fun, "mixed_bfloat16") if is_decorated else fun
+
+    def weak(fun, *args, **kwargs):
+        report = explain(fun, "mixed_bfloat16")(*args, **kwargs)
+        jmpr.diagnose(fun, "mixed_bfloat16")(*args, **kwargs)
+        return [a.dtype.name for a in report.jaxpr.in_avals if a.weak_type]
+
+    jitted = jax.jit(inner)
+    assert weak(jitted, x, w, 0.5, gain=3.0) == ["float32", "float32"]
+    assert weak(inner, x, w, 0.5, gain=3.0) == []
+    assert weak(jax.jit(inner, static_argnums=2), x, w, 0.5, steps=2) == ["int32"]
+    named = jax.jit(inner, static_argnames=("steps",))
+    assert weak(named, x, w, 0.5, steps=2) == ["float32"]
+    # What is added behind `jit` is a number there, what is added before it is none.
+    within = jax.jit(functools.partial(inner, x, gain=3.0))
+    assert weak(within, w, 0.5) == ["float32"]
+    if is_decorated:
+        before = functools.partial(jitted, x, gain=3.0)
+        assert weak(before, w, 0.5) == ["float32", "float32"]
+
+
 def test_residuals_through_jit_are_the_same():
     fun, jitted = BY_NAME["deep"].fun, BY_NAME["jit"].fun
     args = BY_NAME["jit"].args()
