@@ -88,6 +88,11 @@ def _window(shape: Any, sizes: Any, starts: Any) -> Any:
     return tuple(slice(i, i + n) for i, n in zip(first, sizes, strict=True))
 
 
+def _reshape(params: Any, x: Any) -> Any:
+    x = x if params["dimensions"] is None else x.transpose(params["dimensions"])
+    return x.reshape(params["new_sizes"])
+
+
 def _pad(params: Any, x: Any, value: Any) -> Any:
     config = params["padding_config"]
     shape = [
@@ -242,7 +247,7 @@ MOVES: dict[str, Kernel] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "expand_dims": lambda params, x: np.expand_dims(x, params["dimensions"]),
     "pad": _pad,
-    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "reshape": _reshape,
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
     "select_n": _select,
     "slice": _slice,

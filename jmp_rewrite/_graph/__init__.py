@@ -25,8 +25,8 @@ from jmp_rewrite._graph.nodes import (
     reached,
     reads_float32,
 )
+from jmp_rewrite._graph.plain import plain
 from jmp_rewrite._graph.region import FLOAT32, Region
-from jmp_rewrite._graph.reshapes import plain_reshapes
 from jmp_rewrite._graph.scopes import (
     FULL_PRECISION,
     PASS,
@@ -75,7 +75,7 @@ __all__ = [
     "is_half",
     "matched",
     "nodes",
-    "plain_reshapes",
+    "plain",
     "reached",
     "reads_float32",
     "region",

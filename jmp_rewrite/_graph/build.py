@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jmp_rewrite import _compat
@@ -35,7 +36,14 @@ from jmp_rewrite._graph.nodes import (
     reads_float32,
 )
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
-from jmp_rewrite._rules import LANES, LEFT_ALONE, MAKES_DATA, MOVES_NUMBER, held_jaxprs
+from jmp_rewrite._rules import (
+    LANES,
+    LEFT_ALONE,
+    MAKES_DATA,
+    MOVES_NUMBER,
+    VIEWS,
+    held_jaxprs,
+)
 from jmp_rewrite._source import where
 
 # Larger constants are not searched for values that half precision cannot hold (they
@@ -51,6 +59,12 @@ _SMALL = 64
 _FEWER = 8
 
 _NO_LITERALS: dict[int, Any] = {}
+
+# Known arrays up to this many elements are named by their numbers.
+_SHORT = 64
+
+# Equal ones of these have different results.
+_DRAWS = frozenset({"rng_uniform", *LEFT_ALONE})
 
 # Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
 _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
@@ -82,7 +96,10 @@ def build(
     builder = Builder(closed, is_opaque, by_path, by_sign, half)
     jaxpr = _compat.open_jaxpr(closed)
     consts = builder.constants(jaxpr.constvars, _compat.constants(closed))
-    arguments = [Value(v.aval, argument=i) for i, v in enumerate(jaxpr.invars)]
+    arguments: list[Value | None] = [
+        Value(v.aval, argument=i, name=None if is_float32(v.aval) else ("argument", i))
+        for i, v in enumerate(jaxpr.invars)
+    ]
     top, results = builder.use(closed, consts, arguments, place, 1)
     return Graph(
         top,
@@ -120,6 +137,9 @@ class Builder:
         self._kernels = Kernels(self.nodes, half)
         self._padded = Padded()
         self._made_by: dict[Any, Any] = {}
+        self._captured: dict[int, int] = {}
+        self._names: dict[Hashable, int] = {}
+        self._own_names = itertools.count()
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
     def sharing_key(self, jaxpr: Any, place: Place) -> Any:
@@ -135,7 +155,12 @@ class Builder:
     def constants(self, constvars: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
         """Returns the values of captured arrays."""
         return [
-            Value(v.aval, constant=_number(c), made_of_data=not _is_numpy(c))
+            Value(
+                v.aval,
+                constant=_number(c),
+                argument=self._captured.setdefault(id(c), -2 - len(self._captured)),
+                made_of_data=not _is_numpy(c),
+            )
             if is_float32(v.aval)
             else _known_index(v.aval, c)
             for v, c in zip(constvars, consts, strict=True)
@@ -163,6 +188,9 @@ class Builder:
             )
             if value is not None
         }
+        for var in (*body.constvars, *body.invars):
+            if var not in env and _is_named(var.aval):
+                env[var] = self._own(var.aval)
         rectified: dict[Any, Any] = {}
         sums: dict[Any, list[Any]] = {}
         for index, eqn in enumerate(body.eqns):
@@ -236,6 +264,34 @@ class Builder:
         for var, value in zip(eqn.outvars, results, strict=True):
             if value is not None:
                 env[var] = value
+            elif _is_named(var.aval):
+                env[var] = self._own(var.aval)
+
+    def _own(self, aval: Any) -> Value:
+        """Returns a value that is no float32, with a name of its own."""
+        return Value(aval, name=("own", next(self._own_names)))
+
+    def _named(
+        self, eqn: Any, operands: Sequence[Value | None], results: list[Value | None]
+    ) -> list[Value | None]:
+        """Gives names to the results of an equation that are no float32."""
+        if eqn.effects or eqn.primitive.name in _DRAWS:
+            return results
+        try:
+            params = frozenset(eqn.params.items()) if eqn.params else None
+            key = eqn.primitive, params, _names(operands)
+            number = self._names.setdefault(key, len(self._names))
+        except TypeError:  # a parameter that has no hash
+            return results
+        for i, var in enumerate(eqn.outvars):
+            if is_float32(var.aval) or not _is_named(var.aval):
+                continue
+            value = results[i]
+            if value is None:
+                results[i] = Value(var.aval, name=(number, i))
+            elif value.constant is None:
+                value.name = number, i
+        return results
 
     def _leaf(
         self, eqn: Any, env: dict[Any, Value], place: Place, trips: int
@@ -268,7 +324,7 @@ class Builder:
         number = _kept_number(eqn, operands)
         others: list[Value | None] = [None] * len(eqn.outvars)
         if len(avals) < len(others):
-            others = _not_float32(eqn, operands, number)
+            others = self._named(eqn, operands, _not_float32(eqn, operands, number))
         if not (inputs or literals or avals):
             return None, others
         filled = self._padded.filled(eqn, inputs, literals)
@@ -279,6 +335,10 @@ class Builder:
         node.mixed = _mixes(eqn)
         node.of_bits = of_bits
         node.disjoint = len(filled) > 1
+        if len(operands) > len(inputs) + len(literals):
+            node.others = _names(
+                [v for v in operands if v is None or not is_float32(v.aval)]
+            )
         if name == "scatter-add":
             indices = operands[1]
             node.disjoint = updates_are_disjoint(
@@ -440,6 +500,26 @@ def _read(env: dict[Any, Value], atom: Any) -> Value | None:
     return env.get(atom)
 
 
+def _is_named(aval: Any) -> bool:
+    """Whether a value of a type that is not float32 has a name."""
+    return isinstance(aval, jax.core.ShapedArray) and not _compat.is_reference(aval)
+
+
+def _names(values: Sequence[Value | None]) -> tuple[Hashable, ...]:
+    """Returns what operands are: equal names are of equal values."""
+    return tuple(None if v is None else _name_of(v) for v in values)
+
+
+def _name_of(value: Value) -> Hashable:
+    if value.name is not None:
+        return value.name
+    if value.constant is None:
+        return value.node, value.result, value.argument, value.slice_of
+    number = np.asarray(value.constant)
+    known = number.tobytes() if number.size <= _SHORT else id(value.constant)
+    return number.dtype.str, number.shape, known
+
+
 def _number(value: Any) -> Any:
     """Returns a constant as NumPy sees it, or None if it is unknown or very large."""
     if _is_numpy(value):
@@ -498,15 +578,29 @@ def _not_float32(
 
 def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:
     """Returns the number that the result is, if one operand makes it known."""
-    if eqn.primitive.name not in _KEEPS_NUMBER or len(operands) != 1:
+    if len(operands) != 1 or operands[0] is None:
         return None
-    value = operands[0]
-    if value is None or value.constant is None or np.ndim(value.constant) > 0:
+    name, number = eqn.primitive.name, operands[0].constant
+    if np.ndim(number) > 0:
+        return _element(eqn, number)
+    if name not in _KEEPS_NUMBER or number is None:
         return None
-    name, number = eqn.primitive.name, value.constant
     if name == "convert_element_type":
         return _converted(number, eqn.params["new_dtype"])
     return -number if name == "neg" else number
+
+
+def _element(eqn: Any, array: np.ndarray) -> np.ndarray | None:
+    """Returns the one number of a known array that a result is, as a coefficient."""
+    aval, params = eqn.outvars[0].aval, eqn.params
+    if aval.shape and any(size != 1 for size in aval.shape):
+        return None
+    if eqn.primitive.name == "slice":
+        bounds = params["start_indices"], params["limit_indices"]
+        array = array[tuple(itertools.starmap(slice, zip(*bounds, strict=True)))]
+    elif eqn.primitive.name not in VIEWS:
+        return None
+    return array.reshape(-1)[0] if array.size == 1 else None
 
 
 def _converted(number: np.ndarray, dtype: np.dtype) -> np.ndarray | None:

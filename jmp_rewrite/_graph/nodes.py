@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,12 +42,14 @@ class Value:
       aval: its type where it was made: shape and dtype.
       node: index of the node that makes it; -1 for arguments and constants.
       constant: its number, where that is known while tracing.
-      argument: index of the program's argument that it is; -1 if none.
+      argument: index of the program's argument that it is; of a captured array a number
+        below -1; -1 if none.
       made_of_data: False for what comes from integers, literals and NumPy constants
         alone.
       slice_of: the loop whose `xs` it is a slice of; -1 if none.
       result: which result of the node it is.
       distinct: dimensions along which its integers are distinct: `distinct.py`.
+      name: of what is no float32, a name that is equal for equal ones; None for others.
     """
 
     __slots__ = (
@@ -56,6 +58,7 @@ class Value:
         "constant",
         "distinct",
         "made_of_data",
+        "name",
         "node",
         "result",
         "slice_of",
@@ -71,6 +74,7 @@ class Value:
         slice_of: int = -1,
         distinct: frozenset[int] = NOWHERE,
         result: int = 0,
+        name: Hashable = None,
     ) -> None:
         self.aval = aval
         self.node = node
@@ -80,6 +84,7 @@ class Value:
         self.slice_of = slice_of
         self.distinct = distinct
         self.result = result
+        self.name = name
 
     @property
     def size(self) -> int:
@@ -96,14 +101,16 @@ class Value:
             argument=self.argument,
             made_of_data=True,
             result=self.result,
+            name=self.name,
         )
 
     def at(self, aval: Any, slice_of: int = -1) -> Value:
         """Returns the same value seen with another shape: a slice, or a stack."""
-        constant, distinct = self.constant, self.distinct
+        constant, distinct, name = self.constant, self.distinct, self.name
         if self.aval.shape != aval.shape:
             constant = None if np.ndim(constant) else constant
             distinct = NOWHERE
+            name = None if name is None else ("part", name)
         return Value(
             aval,
             self.node,
@@ -113,6 +120,7 @@ class Value:
             slice_of,
             distinct,
             self.result,
+            name,
         )
 
 
@@ -126,6 +134,7 @@ class Node:
       eqn: the equation, or None.
       place: where it stands.
       inputs: its float32 operands; literals are left out.
+      others: the names of its other operands: indices, masks, keys.
       avals: the types of its float32 results.
       size: how many elements these have.
       literals: operand position -> number, for operands that are known numbers.
@@ -150,6 +159,7 @@ class Node:
         "mixed",
         "name",
         "of_bits",
+        "others",
         "place",
         "size",
         "through",
@@ -178,6 +188,7 @@ class Node:
         self.trips = trips
         self.given = False
         self.mixed = False
+        self.others: tuple[Hashable, ...] = ()
         self.of_bits: int | None = None
         self.through: frozenset[int] = frozenset()
         self.disjoint = False

@@ -139,7 +139,9 @@ def fed_by(body: Body, position: int, call: _Call) -> Iterator[tuple[Body, Any]]
                 yield from made_inside(caller, index, operand - carries[0])
 
 
-def given(body: Body, var: Any, *, whole: bool = False) -> list[tuple[Body, Any]]:
+def given(
+    body: Body, var: Any, *, whole: bool = False, calls: tuple[_Call, ...] = ()
+) -> list[tuple[Body, Any]]:
     """Returns a parameter's operand at each call; nothing if it is a carry.
 
     An argument of the program is none either.
@@ -149,9 +151,11 @@ def given(body: Body, var: Any, *, whole: bool = False) -> list[tuple[Body, Any]
       var: the parameter.
       whole: whether to return nothing if it is a part of an operand: what a scan reads
         of its `xs` in each iteration, or a device of what is split among several.
+      calls: those that were entered on the way here: the last one is left, and none of
+        the others that hold the same jaxpr.
     """
     found = []
-    for caller, index in dict.fromkeys(body.calls):
+    for caller, index in calls[-1:] or tuple(dict.fromkeys(body.calls)):
         eqn = caller.eqns[index]
         carries = carried(eqn)
         for operand, atom in enumerate(eqn.invars):
@@ -236,7 +240,9 @@ def _inside(
         yield body, eqn.invars[carries[0]], calls
 
 
-def makers(body: Body, atom: Any, *, whole: bool = False) -> list[tuple[Body, int]]:
+def makers(
+    body: Body, atom: Any, *, whole: bool = False, calls: tuple[_Call, ...] = ()
+) -> list[tuple[Body, int]]:
     """Returns the equations that make a value, seen through calls.
 
     An index of -1 stands for what no equation makes: a number, an argument of the
@@ -247,6 +253,7 @@ def makers(body: Body, atom: Any, *, whole: bool = False) -> list[tuple[Body, in
       atom: the value.
       whole: whether what makes an array of which the value is a part is none (see
         `given`), nor what makes a part of the value: for those who ask for dimensions.
+      calls: those that were entered on the way to the value.
     """
     if hasattr(atom, "val"):
         return [(body, -1)]
@@ -259,9 +266,12 @@ def makers(body: Body, atom: Any, *, whole: bool = False) -> list[tuple[Body, in
         (inner, made), *_ = made_inside(body, index, position)
         if whole and not _is_whole(atom, made):
             return [(body, -1)]
-        return makers(inner, made, whole=whole)
-    sources = given(body, atom, whole=whole)
-    found = [place for source in sources for place in makers(*source, whole=whole)]
+        return makers(inner, made, whole=whole, calls=(*calls, (body, index)))
+    found = [
+        place
+        for source in given(body, atom, whole=whole, calls=calls)
+        for place in makers(*source, whole=whole, calls=calls[:-1])
+    ]
     return found or [(body, -1)]
 
 
@@ -293,16 +303,24 @@ def _returned(body: Body, position: int) -> Iterator[tuple[Body, int, int]]:
             yield body, -1, position
 
 
-def number_of(body: Body, atom: Any) -> Any:
-    """Returns the number that all elements are, before any cast; through calls."""
+def number_of(body: Body, atom: Any, calls: tuple[_Call, ...] = ()) -> Any:
+    """Returns the number that all elements are, before any cast; through calls.
+
+    Args:
+      body: the jaxpr.
+      atom: the value.
+      calls: those that were entered on the way to it.
+    """
     while not hasattr(atom, "val"):
         index = body.maker.get(atom, -1)
         if index < 0:
-            found = {number_of(*source) for source in given(body, atom)}
+            sources = given(body, atom, calls=calls)
+            found = {number_of(*source, calls[:-1]) for source in sources}
             return found.pop() if len(found) == 1 else None
         eqn = body.eqns[index]
         if is_call(eqn):
             position = eqn.outvars.index(atom)
+            calls = *calls, (body, index)
             ((body, atom),) = made_inside(body, index, position)
         elif eqn.primitive.name in MOVES_NUMBER:
             (atom,) = eqn.invars

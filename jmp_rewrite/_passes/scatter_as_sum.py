@@ -21,7 +21,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "add": np.add,
         "clamp": lambda low, x, high: np.clip(x, low, high),
-        "div": lambda x, y: x / y if x.dtype.kind == "f" else np.fix(x / y),
+        "div": lambda x, y: x / y if x.dtype.kind == "f" else np.trunc(x / y),
         "floor": np.floor,
         "lt": np.less,
         "max": np.maximum,
@@ -56,7 +56,7 @@ def scatter_as_sum(editor: Editor) -> None:
         (to,) = numbers.scatter_dims_to_operand_dims
         (of,) = set(range(updates.aval.ndim)) - set(numbers.update_window_dims)
         size = zeros.aval.shape[to]
-        if _is_repeated(_numbers(body, indices), size):
+        if _is_repeated(_Numbers().of(body, indices, ()), size):
             editor.replace(body, index, _summed, updates, of=of, to=to, size=size)
 
 
@@ -85,23 +85,42 @@ def _is_repeated(indices: Any, size: int) -> bool:
     return indices.size > 0 and bool(np.array_equal(indices.ravel(), expected))
 
 
-def _numbers(body: Body, atom: Any) -> Any:
-    """Returns the numbers that a value is made of, if no input is among them."""
-    if hasattr(atom, "val"):
-        return np.asarray(atom.val)
-    index = body.maker.get(atom, -1)
-    if index < 0:
-        sources = given(body, atom, whole=True)
-        return _the_same([_numbers(*source) for source in sources])
-    eqn = body.eqns[index]
-    if is_call(eqn):
-        position = eqn.outvars.index(atom)
-        ((inner, made),) = made_inside(body, index, position)
-        is_whole = made.aval.shape == atom.aval.shape  # not one of several devices'
-        return _numbers(inner, made) if is_whole else None
-    if math.prod(atom.aval.shape) > _LARGEST_INDEX:
-        return None
-    return _computed(body, eqn)
+class _Numbers:
+    """The numbers of values that no input is among, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def of(self, body: Body, atom: Any, calls: tuple[tuple[Body, int], ...]) -> Any:
+        """Returns the numbers of a value; None if they are not known.
+
+        Args:
+          body: the jaxpr.
+          atom: the value.
+          calls: those that were entered on the way to it.
+        """
+        if hasattr(atom, "val"):
+            return np.asarray(atom.val)
+        key = body, atom, calls
+        if key not in self._known:
+            self._known[key] = self._made(body, atom, calls)
+        return self._known[key]
+
+    def _made(self, body: Body, atom: Any, calls: tuple[tuple[Body, int], ...]) -> Any:
+        index = body.maker.get(atom, -1)
+        if index < 0:
+            sources = given(body, atom, whole=True, calls=calls)
+            return _the_same([self.of(*source, calls[:-1]) for source in sources])
+        eqn = body.eqns[index]
+        if is_call(eqn):
+            position = eqn.outvars.index(atom)
+            ((inner, made),) = made_inside(body, index, position)
+            is_whole = made.aval.shape == atom.aval.shape  # not one of several devices'
+            return self.of(inner, made, (*calls, (body, index))) if is_whole else None
+        if math.prod(atom.aval.shape) > _LARGEST_INDEX or not _is_known(eqn):
+            return None
+        operands = [self.of(body, v, calls) for v in eqn.invars]
+        return None if any(x is None for x in operands) else _computed(eqn, operands)
 
 
 def _the_same(numbers: Sequence[Any]) -> Any:
@@ -111,19 +130,16 @@ def _the_same(numbers: Sequence[Any]) -> Any:
     return first if same else None
 
 
-def _computed(body: Body, eqn: Any) -> Any:
+def _is_known(eqn: Any) -> bool:
+    known = {*_FUNCTIONS, *_RESHAPES, "broadcast_in_dim", "convert_element_type"}
+    return eqn.primitive.name in known | {"iota"}
+
+
+def _computed(eqn: Any, operands: Sequence[Any]) -> Any:
     name, aval, params = eqn.primitive.name, eqn.outvars[0].aval, eqn.params
     if name == "iota":
         line = np.arange(aval.shape[params["dimension"]], dtype=aval.dtype)
         return _spread(line, aval.shape, (params["dimension"],))
-    known = {*_FUNCTIONS, *_RESHAPES, "broadcast_in_dim", "convert_element_type"}
-    if name not in known:
-        return None
-    operands = []
-    for atom in eqn.invars:
-        operands.append(_numbers(body, atom))
-        if operands[-1] is None:
-            return None
     if name in _RESHAPES:
         return operands[0].reshape(aval.shape)
     if name == "broadcast_in_dim":

@@ -37,7 +37,9 @@ def sharded_casts(editor: Editor) -> None:
         editor.read(body, index, 0, own)
 
 
-def _is_cast_argument(body: Body, atom: Any) -> bool:
+def _is_cast_argument(
+    body: Body, atom: Any, calls: tuple[tuple[Body, int], ...] = ()
+) -> bool:
     """Whether a value holds nothing but numbers of arguments of the program."""
     if hasattr(atom, "val"):
         return False
@@ -45,15 +47,21 @@ def _is_cast_argument(body: Body, atom: Any) -> bool:
     if index < 0:
         if atom not in body.parameter or not body.calls:
             return True  # a constant, or an argument of the program
-        sources = given(body, atom)
-        return bool(sources) and all(_is_cast_argument(b, v) for b, v in sources)
+        sources = given(body, atom, calls=calls)
+        is_cast = (_is_cast_argument(*source, calls[:-1]) for source in sources)
+        return bool(sources) and all(is_cast)
     eqn = body.eqns[index]
     if is_call(eqn):
         position = eqn.outvars.index(atom)
-        return all(_is_cast_argument(*p) for p in made_inside(body, index, position))
+        inside, within = made_inside(body, index, position), (*calls, (body, index))
+        return all(_is_cast_argument(*made, within) for made in inside)
     moves = eqn.primitive.name in EXACT | CASTS
     floats = [v for v in eqn.invars if v.aval.dtype.kind not in "biu"]
-    return moves and bool(floats) and all(_is_cast_argument(body, v) for v in floats)
+    return (
+        moves
+        and bool(floats)
+        and all(_is_cast_argument(body, v, calls) for v in floats)
+    )
 
 
 def _open(x: Any, *, mesh: Any) -> Any:

@@ -481,7 +481,7 @@ def _joined(graph: Graph, pins: Pins) -> set[int]:
     found: set[int] = set()
     for node in graph.nodes:
         of_pads = node.disjoint and node.name != "scatter-add"
-        if is_backward(node) and (node.name == "concatenate" or of_pads):
+        if is_backward(node) and (node.name in ("concatenate", "stack") or of_pads):
             parts = {_unpadded(v.node, graph, pins) for v in node.inputs if v.node >= 0}
             sizes = sorted(graph.nodes[n].size for n in parts)
             if len(sizes) > 1 and 2 * sizes[-2] >= sizes[-1]:
@@ -679,12 +679,13 @@ def _anchors(graph: Graph, stored: Sequence[bool]) -> list[int | None]:
     """
     anchors: list[int | None] = [None] * len(graph.nodes)
     for node, large in zip(graph.nodes, graph.large_operands(), strict=True):
-        found = {-2 - v.argument if v.node < 0 else anchors[v.node] for v in large}
+        found: set[Any] = {
+            anchors[v.node] if v.node >= 0 else ("argument", v.argument) for v in large
+        }
         found.discard(None)
         if stored[node.index] or node.name in COSTLY or len(found) > 1:
             anchors[node.index] = node.index
         else:
             anchor = next(iter(found), None)
-            is_node = anchor is not None and anchor >= 0
-            anchors[node.index] = anchor if is_node else None
+            anchors[node.index] = anchor if isinstance(anchor, int) else None
     return anchors

@@ -16,7 +16,7 @@ from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import SORTS, storage
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
-from jmp_rewrite._rules import COMPARISONS, MOVES, Category, table
+from jmp_rewrite._rules import CHOOSES, COMPARISONS, MOVES, Category, table
 
 
 class Label(enum.IntEnum):
@@ -268,7 +268,7 @@ def _label(node: Node, pins: Pins, labels: Sequence[bool]) -> Label:
         return Label.FLOAT32
     steps = node.name in table.SHARP  # `round`: not the same of a rounded operand
     # Half keys would make ties, and other indices.
-    steps |= node.name in SORTS and not all(sources)
+    steps |= node.name in SORTS | CHOOSES and not all(sources)
     # A sum beside the products is to find it as it was before it is rounded.
     steps |= node.name == "neg" and pins.whole_step and not all(sources)
     size = node.size

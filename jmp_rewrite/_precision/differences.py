@@ -24,17 +24,30 @@ from jmp_rewrite._precision.terms import (
     VIEWS,
     between_cotangents,
     is_made_of,
+    is_relative,
     on_the_way_to_shared,
     source_of,
     takes_off_sum,
     terms_of,
     turned_cotangents,
 )
+from jmp_rewrite._rules import COPIES, EXPONENTIALS, LOGARITHMS, PICKS
 
 # Half an epsilon of float16. A number up to that keeps a quotient finite.
 _GUARD = 2.0**-11
-# An error relative to what these read is one of their result, or a larger one.
-_RELATIVE = frozenset({"cbrt", "log", "pow", "rsqrt", "sqrt"})
+# A relative error of an operand is one of the result.
+_KEEPS_RELATIVE = (
+    SCALES
+    | VIEWS
+    | COPIES
+    | PICKS
+    | {
+        "abs",
+        "integer_pow",
+        "reduce_sum",
+        "square",
+    }
+)
 _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 
 
@@ -69,12 +82,14 @@ def differences(
     in_layers, positive = _in_layers(graph, products), nonnegative(graph)
     loss = _read_by_results(graph) - in_layers
     summed = summed_along(graph, positive)
+    relative = _read_relatively(graph, products, made)
+    outside = _terms_outside(graph, in_layers, made)
     found: dict[int, int] = {}
-    for node in sorted(graph.nodes, key=lambda n: n.name != "log"):
+    for node in sorted(graph.nodes, key=lambda n: n.name not in LOGARITHMS):
         in_loss = node.index in loss
         if node.index in in_layers:
             is_sum = is_backward(node) and node.name in SUMS and len(node.inputs) == 2
-            if is_sum and _has_term_outside(node, graph, in_layers, made):
+            if is_sum and any(v.node in outside for v in node.inputs):
                 if takes_off_sum(node, graph):
                     follow_back(node, promoted, graph, found, ends)
             if node.index in summed:
@@ -85,17 +100,17 @@ def differences(
         elif is_backward(node) and _projects(node, graph):
             follow_back(node, promoted, graph, found, ends)
             continue
-        if node.name == "log" or _is_log_of_difference(node, positive):
+        if node.name in LOGARITHMS or _is_log_of_difference(node, positive):
             follow_back(node, promoted, graph, found, ends, near=True)
         elif _adds_number(node, positive):
-            if in_loss or _is_read_relatively(node, graph, products, made):
+            if in_loss or node.index in relative:
                 follow_back(node, promoted, graph, found, ends)
         elif _is_difference(node, graph):
             exact = [v for v in node.inputs if is_exact(v, graph, made)]
             known = bool(exact) or any(node.literals.values())
             beside = any(v.made_of_data for v in exact)
             if not beside and (exact or any(map(np.any, node.literals.values()))):
-                beside = in_loss or _is_read_relatively(node, graph, products, made)
+                beside = in_loss or node.index in relative
             if _cancels(node, promoted, beside):
                 follow_back(node, promoted, graph, found, ends, near=bool(exact))
             if _cancels(node, offset, known):
@@ -131,22 +146,17 @@ def _read_by_results(graph: Graph) -> set[int]:
     return results | leads_to_product(results, before, lambda n: is_backward(nodes[n]))
 
 
-def _has_term_outside(
-    node: Node, graph: Graph, in_layers: set[int], made: set[int]
-) -> bool:
-    """Whether a sum of cotangents holds one that the loss alone has made."""
-    stack, seen = [v.node for v in node.inputs], set()
-    while stack:
-        index = stack.pop()
-        if index in seen or index not in made or not is_backward(graph.nodes[index]):
-            continue
-        seen.add(index)
-        inputs = graph.nodes[index].inputs
-        if index not in in_layers and inputs:
-            return True
-        if graph.nodes[index].name in SUMS | VIEWS:
-            stack += [v.node for v in inputs]
-    return False
+def _terms_outside(graph: Graph, in_layers: set[int], made: set[int]) -> set[int]:
+    """Returns the cotangents that hold one that the loss alone has made, and those."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.index in made and node.inputs and is_backward(node):
+            is_sum = node.name in SUMS | VIEWS
+            if node.index not in in_layers:
+                found.add(node.index)
+            elif is_sum and any(v.node in found for v in node.inputs):
+                found.add(node.index)
+    return found
 
 
 def _in_layers(graph: Graph, products: set[int]) -> set[int]:
@@ -165,10 +175,8 @@ def _in_layers(graph: Graph, products: set[int]) -> set[int]:
     return forward | reached(backward, graph.consumers())
 
 
-def _is_read_relatively(
-    node: Node, graph: Graph, products: set[int], made: set[int]
-) -> bool:
-    """Whether a difference from a number counts by its own size where it is read.
+def _read_relatively(graph: Graph, products: set[int], made: set[int]) -> set[int]:
+    """Returns the nodes that count by their own size where they are read.
 
     A gate's `1 - z` that scales an activation does not, unless that is returned: the
     error is small beside the sum that follows. Neither does the derivative of a
@@ -177,35 +185,39 @@ def _is_read_relatively(
     """
     consumers, nodes = graph.consumers(), graph.nodes
     returned = {v.node for v in graph.results}
-    if _is_expm1(node, graph):
-        return True
-    stack, seen = [(node.index, False)], {node.index}
-    while stack:
-        index, is_gate = stack.pop()
+    found: set[int] = set()
+    if_scaled: set[int] = set()  # what they scale counts
+    for index in reversed(range(len(nodes))):
+        if index in returned or _is_expm1(nodes[index], graph):
+            found.add(index)
         if index in returned:
-            return True
+            if_scaled.add(index)
         for reader in consumers[index]:
             read = nodes[reader]
-            if is_backward(read) or reader in seen:
+            if is_backward(read):
                 continue
-            seen.add(reader)
-            divides = read.name == "div" and 1 not in read.literals
-            divides = divides and read.inputs[-1].node == index
-            counts = reader in products or read.name in _RELATIVE or divides
-            if counts and not is_gate:
-                return True
+            if reader in products or is_relative(read, index):
+                found.add(index)
+                continue
             others = any(v.node != index and v.node in made for v in read.inputs)
-            is_summed = read.name in ("add", "sub") and not (others or is_gate)
-            if is_summed or (read.name in SCALES | VIEWS and not counts):
-                stack.append((reader, is_gate or others))
-    return False
+            if read.name in ("add", "sub"):
+                if reader in found and not others:
+                    found.add(index)
+            elif read.name in _KEEPS_RELATIVE:
+                if reader in (if_scaled if others else found):
+                    found.add(index)
+                if reader in if_scaled:
+                    if_scaled.add(index)
+    return found
 
 
 def _is_expm1(node: Node, graph: Graph) -> bool:
     """Whether a difference is one of an exponential and the number 1."""
     is_one = any(np.all(np.abs(x) == 1) for x in node.literals.values())
     sources = [source_of(v, graph, VIEWS | {"neg"}).node for v in node.inputs]
-    return is_one and any(n >= 0 and graph.nodes[n].name == "exp" for n in sources)
+    return is_one and any(
+        n >= 0 and graph.nodes[n].name in EXPONENTIALS for n in sources
+    )
 
 
 def _cancels(node: Node, held: set[int], known: bool) -> bool:
@@ -249,9 +261,10 @@ def _adds_number(node: Node, positive: AbstractSet[int]) -> bool:
 
     One that guards against zero is small beside all other values.
     """
-    if node.name != "add" or len(node.inputs) != 1 or is_backward(node):
+    unknown = [v for v in node.inputs if v.constant is None]
+    if node.name != "add" or len(unknown) != 1 or is_backward(node):
         return False
-    is_sum = node.inputs[0].node in positive
+    is_sum = unknown[0].node in positive
     return any(
         np.any(abs(x) > _GUARD) and not (is_sum and np.all(x > 0))
         for x in node.literals.values()
@@ -308,7 +321,7 @@ def _is_exponent(node: Node, graph: Graph) -> bool:
     while stack:
         for reader in consumers[stack.pop()]:
             name = graph.nodes[reader].name
-            if name in ("exp", "exp2"):
+            if name in EXPONENTIALS:
                 return True
             if name in SCALES | VIEWS | {"select_n"} and reader not in seen:
                 seen.add(reader)

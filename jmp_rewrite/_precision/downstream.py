@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import Graph, Node, Value
+from jmp_rewrite._graph import Graph, Node, Value, reached
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.local import is_scalar
+from jmp_rewrite._precision.origins import made_by_products
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.products import explicit_precision, request
+from jmp_rewrite._precision.terms import VIEWS, is_relative
 from jmp_rewrite._rules import PRODUCTS, Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category
@@ -52,26 +54,46 @@ _TAKES_EPSILON = frozenset({"add", "clamp", "max", "min", "select_n", "sub"})
 def unknown_epsilons(graph: Graph, pins: Pins) -> set[int]:
     """Pins what a 0-d value is added to: it may be an epsilon, which float16 loses.
 
-    A literal tells its number; an argument, or what is computed from one, does not.
+    A literal tells its number; an argument, or what is computed from one, does not. So
+    it is with an exact array, where what it is added to is divided by.
     """
     spread: set[int] = set()
     found: set[int] = set()
+    divided_by = _divided_by(graph)
+    made = made_by_products(graph, pins.categories) if divided_by else set()
 
-    def is_unknown(value: Value) -> bool:
-        unknown = not value.aval.shape and value.constant is None
-        return unknown or value.node in spread
+    def is_unknown(value: Value, node: Node) -> bool:
+        if value.constant is not None:
+            return False
+        exact = node.index in divided_by and value.node not in made
+        return not value.aval.shape or value.node in spread or exact
 
     for node in graph.nodes:
-        if not any(map(is_unknown, node.inputs)):
-            continue
         index = node.index
+        if not any(is_unknown(v, node) for v in node.inputs):
+            continue
         if node.name == "broadcast_in_dim":
             spread.add(index)
         elif node.name in _TAKES_EPSILON and pins.full[index] is None:
             if index not in pins.forced:
-                pins.full[index] = "full: a 0-d operand may be an epsilon"
+                pins.full[index] = "full: an operand may be an epsilon"
                 found.add(index)
     return found
+
+
+def _divided_by(graph: Graph) -> set[int]:
+    """Returns what is divided by, or is steep at zero, through views."""
+    read = {
+        value.node
+        for node in graph.nodes
+        for value in node.inputs
+        if value.node >= 0 and is_relative(node, value.node)
+    }
+
+    def moves(index: int) -> bool:
+        return graph.nodes[index].name in VIEWS
+
+    return reached(read, graph.predecessors(), moves) if read else read
 
 
 # Arithmetic whose own result may be rounded although it is computed in float32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 from jmp_rewrite._graph import EITHER, Graph, Loop, Value, is_backward, reached
 from jmp_rewrite._precision.origins import (
@@ -12,7 +13,8 @@ from jmp_rewrite._precision.origins import (
     moves,
     up_to_exponents,
 )
-from jmp_rewrite._rules import COPIES, Category
+from jmp_rewrite._precision.terms import source_of
+from jmp_rewrite._rules import COPIES, ELEMENTWISE, PICKS, Category
 
 # What hands on elements as they were, some left out, repeated or set.
 _COPIES = COPIES | {"carry_out", "dynamic_update_slice", "scatter"}
@@ -123,14 +125,12 @@ def of_carried_states(graph: Graph, products: Callable[[int], bool]) -> set[int]
 
 
 # A state is the same one behind these, apart from a factor and what is added to it.
-_KEEPS = (MOVES - EITHER) | {
+_KEEPS = ((MOVES | PICKS | COPIES) - EITHER) | {
     "add",
     "add_any",
-    "broadcast_in_dim",
     "div",
     "mul",
     "neg",
-    "select_n",
     "sub",
 }
 
@@ -226,6 +226,41 @@ def _trains(graph: Graph, loop: Loop) -> bool:
     )
 
 
+def _is_one(graph: Graph, value: Value, length: Any) -> bool:
+    """Whether each row of a stack is the same array, or that array scaled."""
+    if value.node < 0 or value.aval.shape[:1] != (length,):
+        return False
+    node = graph.nodes[value.node]
+    if node.name == "broadcast_in_dim" and node.inputs:
+        (source,) = node.inputs
+        dims = node.eqn.params["broadcast_dimensions"]
+        rows = source.aval.shape[dims.index(0)] if 0 in dims else 1
+        return rows == 1 or _is_one(graph, source, length)
+    if node.name in ("concatenate", "stack", "tile") and node.inputs:
+        is_tile = node.name == "tile" and node.inputs[0].aval.shape[0] == 1
+        return is_tile or len({(v.node, v.argument) for v in node.inputs}) == 1 < length
+    if node.name in ELEMENTWISE:
+        own = [v for v in node.inputs if 2 * _of_row(graph, v, length) >= _row(value)]
+        repeated = (v.aval.shape[:1] != (length,) for v in own)
+        return bool(own) and all(
+            r or _is_one(graph, v, length) for r, v in zip(repeated, own, strict=True)
+        )
+    if node.name == "transpose" and node.eqn.params["permutation"][0] != 0:
+        return False
+    is_moved = node.name in MOVES - EITHER and len(node.inputs) == 1
+    return is_moved and _is_one(graph, node.inputs[0], length)
+
+
+def _of_row(graph: Graph, value: Value, length: Any) -> int:
+    """Returns of how many elements a row of a stack is made."""
+    source = source_of(value, graph)
+    return _row(source) if source.aval.shape[:1] == (length,) else source.size
+
+
+def _row(stack: Value) -> int:
+    return stack.size // max(stack.aval.shape[0], 1)
+
+
 def _layer_products(
     graph: Graph,
     loop: Loop,
@@ -234,11 +269,17 @@ def _layer_products(
 ) -> dict[int, set[Hashable]]:
     """Returns the products of a loop with slices of weights, and of which arrays."""
     moved: dict[int, Hashable] = {}
+    length = loop.eqn.params["length"]
+    slices = (v for n in loop.nodes for v in graph.nodes[n].inputs)
+    stacks = {v.node for v in slices if v.slice_of == loop.token} - {-1}
+    made_by = ((n, graph.nodes[n].eqn) for n in stacks)
+    avals = {n: eqn.outvars[0].aval for n, eqn in made_by if eqn is not None}
+    spread = {n for n, a in avals.items() if _is_one(graph, Value(a, n), length)}
 
     def array(value: Value) -> Hashable:
         if value.slice_of == loop.token:
-            is_exact = value.node not in made
-            return (value.node, value.argument) if is_exact else None
+            is_own = value.node not in made and value.node not in spread
+            return (value.node, value.argument) if is_own else None
         return moved.get(value.node)
 
     products: dict[int, set[Hashable]] = {}

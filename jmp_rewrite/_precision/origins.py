@@ -16,9 +16,12 @@ import numpy as np
 from jmp_rewrite import _rules
 from jmp_rewrite._graph import EITHER, JOINTS, Graph, Node, Value, is_backward, reached
 from jmp_rewrite._rules import (
+    CHOOSES,
     COMPARES,
     COPIES,
     DECOMPOSITIONS,
+    ELEMENTWISE,
+    EXPONENTIALS,
     ORDERS,
     PICKS,
     Category,
@@ -92,7 +95,7 @@ def up_to_exponents(graph: Graph) -> list[list[int]]:
     """
     reads = graph.predecessors()
     return [
-        [] if node.name in ("exp", "exp2") else read
+        [] if node.name in EXPONENTIALS else read
         for node, read in zip(graph.nodes, reads, strict=True)
     ]
 
@@ -157,7 +160,7 @@ def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
     compares = [
         n.index
         for n in graph.nodes  # a known number was picked from nothing
-        if n.name in COMPARES or (n.name in ORDERS and len(n.inputs) > 1)
+        if n.name in COMPARES | CHOOSES or (n.name in ORDERS and len(n.inputs) > 1)
     ]
 
     def picks(node: int) -> bool:
@@ -180,36 +183,35 @@ def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
 
 
 _LOOKUPS = frozenset({"dynamic_slice", "gather"})
-_SLICES = _LOOKUPS | {"slice"}
 
 
 class Roots:
     """Names of values, which are equal for equal ones.
 
-    Values are seen through moves, and exact arithmetic is the same if its operands are:
+    Values are seen through moves, and what is computed is the same if its operands are:
     two slices of one array at the same place are equal, at different places different
-    (the weights of two layers that were stacked), and a weight that each iteration
-    scales or normalizes anew is one weight.
+    (the weights of two layers that were stacked), whichever loop takes them. What is
+    computed of a parameter element by element is that parameter, so that a weight that
+    each iteration scales, masks or normalizes anew is one weight.
 
     Args:
       nodes: the program.
-      made: the nodes that have a matrix multiplication upstream.
     """
 
-    def __init__(self, nodes: Sequence[Node], made: set[int]) -> None:
-        self._nodes, self._made = nodes, made
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
         self._known: dict[int, Hashable] = {}
         self._numbers: dict[Hashable, int] = {}
 
     def root(self, value: Value) -> Hashable:
         """Returns the name of a value."""
         if value.node < 0:
-            constant = id(value.constant) if value.constant is not None else None
-            return (value.argument, value.slice_of, constant)
+            constant = id(value.constant) if value.argument == -1 else None
+            return (value.argument, value.slice_of >= 0, constant)
         stack = [] if value.node in self._known else [value.node]
         while stack:
             node = self._nodes[stack[-1]]
-            reads = () if self._is_own(node) else node.inputs
+            reads = () if _is_own(node) else node.inputs
             unknown = [v.node for v in reads if v.node >= 0]
             unknown = [n for n in unknown if n not in self._known]
             if unknown:
@@ -219,32 +221,52 @@ class Roots:
         return self._known[value.node]
 
     def _name(self, node: Node) -> Hashable:
-        if self._is_own(node):
+        if _is_own(node):
             return node.index
         if node.name == "join":  # of a branch that hands on a weight, and others zeros
             found = {self.root(v) for v in node.inputs if v.made_of_data}
             return found.pop() if len(found) == 1 else node.index
+        if node.name in MOVES and len(node.inputs) == 1:
+            return self.root(node.inputs[0])
+        if node.name in ELEMENTWISE:
+            of = frozenset(self.root(v) for v in self._parameters(node))
+            if of:
+                one = next(iter(of))
+                return one if len(of) == 1 else self._numbers.setdefault(of, node.index)
         inputs = tuple(map(self.root, node.inputs))
-        if node.name in MOVES and len(inputs) == 1:
-            return inputs[0]
         numbers = tuple((i, str(number)) for i, number in node.literals.items())
-        key = (node.name, str(node.eqn.params), _positions(node), inputs, numbers)
+        key = (node.name, str(node.eqn.params), node.others, inputs, numbers)
         return self._numbers.setdefault(key, node.index)
 
-    def _is_own(self, node: Node) -> bool:
-        """Whether a value is another one than all others: what a loop or a draw makes.
+    def _parameters(self, node: Node) -> list[Value]:
+        """Returns the operands of which each element of a result is computed anew.
 
-        What a matrix multiplication has made counts as another one, too, unless it is
-        only moved.
+        Those that are spread over the others scale or shift them.
         """
-        if node.name == "join" and node.inputs:
-            return False
-        if node.eqn is None or not node.inputs:
-            return True
-        others = len(node.eqn.invars) > len(node.inputs) + len(node.literals)
-        if node.name in _SLICES:
-            return False
-        return others or (node.index in self._made and node.name not in MOVES)
+        return [
+            v
+            for v in node.inputs
+            if v.made_of_data and 2 * self._spread_from(v).size >= node.size
+        ]
+
+    def _spread_from(self, value: Value) -> Value:
+        """Returns what a value is repeated from, or moved."""
+        while value.node >= 0:
+            node = self._nodes[value.node]
+            if node.name not in _VIEWS or len(node.inputs) != 1:
+                break
+            (value,) = node.inputs
+        return value
+
+
+_VIEWS = MOVES | {"broadcast_in_dim"}
+
+
+def _is_own(node: Node) -> bool:
+    """Whether a value is another one than all others: what a loop or a draw makes."""
+    if node.name == "join" and node.inputs:
+        return False
+    return node.eqn is None or not (node.inputs or node.others)
 
 
 def tied_lookups(graph: Graph, products: set[int], made: set[int]) -> set[int]:
@@ -260,7 +282,7 @@ def tied_lookups(graph: Graph, products: set[int], made: set[int]) -> set[int]:
       products: the matrix multiplications of half operands.
       made: the nodes that have one upstream.
     """
-    roots = Roots(graph.nodes, made)
+    roots = Roots(graph.nodes)
     tables = {
         roots.root(value)
         for node in map(graph.nodes.__getitem__, products)
@@ -283,15 +305,6 @@ def lookups(graph: Graph, made: Container[int] = ()) -> set[int]:
         if node.name in _LOOKUPS and node.index not in made and node.inputs
         if len(node.inputs[0].aval.shape) > 1
     }
-
-
-def _positions(node: Node) -> Hashable:
-    """Returns where a slice is taken: the operands that are no array of floats."""
-    return tuple(
-        str(atom.val) if hasattr(atom, "val") else id(atom)
-        for atom in node.eqn.invars
-        if atom.aval.dtype != np.float32
-    )
 
 
 def moves(graph: Graph, node: int) -> list[int]:

@@ -22,7 +22,7 @@ from jmp_rewrite._precision.origins import MOVES, REDUCTIONS
 from jmp_rewrite._precision.terms import source_of
 from jmp_rewrite._rules import PRODUCTS, VIEWS
 
-_UNJOINED = MOVES - EITHER - {"concatenate", "split"}
+_UNJOINED = MOVES - EITHER - {"concatenate", "split", "stack", "unstack"}
 # Fields of a NamedTuple that is somebody's whole train state, parameters included.
 _TRAIN_STATE = frozenset({"model", "opt_state", "params"})
 

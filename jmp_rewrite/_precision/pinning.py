@@ -45,7 +45,7 @@ from jmp_rewrite._precision.pins import (
 from jmp_rewrite._precision.products import exact_products
 from jmp_rewrite._precision.sharp import read_sharply
 from jmp_rewrite._precision.sums import summed_gradients, sums_with_exact
-from jmp_rewrite._rules import Category, table
+from jmp_rewrite._rules import LOGARITHMS, Category, table
 from jmp_rewrite._source import where
 
 ALLOW, INFER, DENY, CLEAR = Category
@@ -185,7 +185,7 @@ def _pin_read_unrounded(
     found = differences(graph, products, made, small, ends)
     held = {n: r for n, r in found.items() if n not in sharp}
     blame = {**sharp, **held}
-    logs = {n: r for n, r in held.items() if graph.nodes[r].name == "log"}
+    logs = {n: r for n, r in held.items() if graph.nodes[r].name in LOGARITHMS}
     reasons: dict[int, str] = dict.fromkeys(held, DIFFERENCE)
     for node, reader in (*sharp.items(), *logs.items()):
         reasons[node] = f"full: read unrounded by {graph.nodes[reader].name}"

@@ -58,6 +58,8 @@ def _terms(eqn: Any) -> int:
 def explicit_precision(eqn: Any) -> str:
     """Returns the precision that a product asks for, or ""."""
     asked = eqn.params.get("precision")
+    if hasattr(asked, "_fields"):
+        return "of an algorithm"
     for part in asked if isinstance(asked, tuple) else (asked,):
         name = str(getattr(part, "name", part)).upper()
         if name not in _NO_REQUEST:

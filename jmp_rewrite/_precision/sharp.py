@@ -18,6 +18,8 @@ from jmp_rewrite._rules import SHARP
 
 # A rounding, half an epsilon, is two epsilons in this power: what the law allows.
 _POWER = 4
+# Of a value and numbers these are that value, as far as its relative error goes.
+_SAME_BASE = frozenset({"clamp", "max", "min", "neg", "select_n"})
 
 
 def read_sharply(
@@ -69,17 +71,21 @@ def _is_sharp(node: Node) -> bool:
 def _high_powers(graph: Graph) -> set[int]:
     """Returns the nodes that are a high power of another one, however it is taken.
 
-    So is a product of many parts of one value, as `associative_scan` takes it.
+    So is a product of many parts of one value, as `associative_scan` takes it. A value
+    is the same one if it is scaled by a number, turned, bounded or masked.
     """
     of: dict[int, tuple[Hashable, int]] = {}  # node -> what it is a power of, and which
     for node in graph.nodes:
+        unknown = [v for v in node.inputs if v.constant is None and v.made_of_data]
         if node.name == "integer_pow":
             power = abs(node.eqn.params["y"])
-        elif node.name in ("mul", "square") and not node.literals:
+        elif node.name in ("mul", "square"):
             power = 2 if node.name == "square" else 1
+        elif node.name in _SAME_BASE and len(unknown) == 1:
+            power = 1
         else:
             continue
-        sources = [source_of(v, graph, PARTS) for v in node.inputs]
+        sources = [source_of(v, graph, PARTS) for v in unknown]
         keys = [(v.node, v.result, v.argument) for v in sources]
         factors = [of.get(key[0], (key, 1)) for key in keys]
         bases = {base for base, _ in factors}

@@ -9,38 +9,39 @@ import numpy as np
 
 from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_backward
 from jmp_rewrite._precision.origins import MOVES
-from jmp_rewrite._rules import PRODUCTS
+from jmp_rewrite._rules import COPIES, LOGARITHMS, PICKS, PRODUCTS
 
-# A sum with an exact value still holds it behind these.
-KEEPS_OFFSET = MOVES | {
-    "broadcast_in_dim",
-    "clamp",
-    "dynamic_slice",
-    "gather",
-    "max",
-    "min",
-    "neg",
-    "pad",
-    "reduce_sum",
-    "select_n",
-    "slice",
-}
+# A sum with an exact value still holds it, moved, picked or averaged.
+KEEPS_OFFSET = MOVES | COPIES | PICKS | {"neg", "reduce_sum", "reduce_window_sum"}
 SUMS = frozenset({"add", "add_any", "sub"})
 VIEWS = MOVES | {"broadcast_in_dim"}
 PARTS = VIEWS | {"slice"}
 # A value is the same but for a number behind these, if they read nothing else.
-SCALES = (MOVES - EITHER - {"split"}) | {"div", "mul", "neg"}
+SCALES = (MOVES - EITHER - {"split", "unstack"}) | {"div", "mul", "neg"}
+# An error relative to what these read is one of their result, or a larger one.
+_RELATIVE = LOGARITHMS | {"atan2", "cbrt", "pow", "rsqrt", "sqrt"}
 # A sum of more values is followed no further back.
 MOST_TERMS = 64
 # Linear in a cotangent; a product is in the factor that is one.
 _FACTORS = PRODUCTS | {"div", "mul"}
-_SLICES = frozenset({"slice", "split"})
-_LINEAR = (KEEPS_OFFSET | SUMS | _FACTORS | {"scatter-add", "scatter-sub"}) - {
-    "clamp",
-    "dynamic_slice",
-    "max",
-    "min",
-}
+_SLICES = frozenset({"slice", "split", "unstack"})
+_LINEAR = (
+    MOVES
+    | SUMS
+    | _FACTORS
+    | {
+        "broadcast_in_dim",
+        "gather",
+        "neg",
+        "pad",
+        "reduce_sum",
+        "scatter-add",
+        "scatter-sub",
+        "select_n",
+        "slice",
+        "tile",
+    }
+)
 
 
 def on_the_way_to_shared(node: Node, graph: Graph) -> set[int]:
@@ -213,3 +214,12 @@ def _is_sum_of(node: int, source: int, graph: Graph) -> bool:
         if len(found) > MOST_TERMS:
             break
     return False
+
+
+def is_relative(node: Node, operand: int) -> bool:
+    """Whether an error relative to an operand is one of the result, or a larger one."""
+    if node.name == "div":
+        return 1 not in node.literals and node.inputs[-1].node == operand
+    if node.name == "integer_pow":
+        return bool(node.eqn.params["y"] < 0)
+    return node.name in _RELATIVE

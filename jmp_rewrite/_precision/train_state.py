@@ -26,9 +26,18 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jmp_rewrite._graph import Graph, Loop, Node, Value, is_backward, reached
+from jmp_rewrite._graph import (
+    Graph,
+    Loop,
+    Node,
+    Value,
+    elements,
+    is_backward,
+    is_float32,
+    reached,
+)
 from jmp_rewrite._precision.origins import MOVES, Roots
-from jmp_rewrite._rules import Category
+from jmp_rewrite._rules import ELEMENTWISE, Category
 
 # Arithmetic that makes a new value of an old one and an update.
 _SCATTERS = frozenset({"scatter-add", "scatter-sub"})
@@ -36,6 +45,9 @@ _UPDATES = frozenset({"add", "add_any", "div", "mul", "sub"}) | _SCATTERS
 _ADDS = frozenset({"add", "add_any", "sub"})
 # A value is still the same one behind these: it is moved, scaled, clipped or chosen.
 _CARRIES = MOVES | {"clamp", "div", "max", "min", "mul", "neg", "select_n"}
+# And behind these, for what is added to it then: a cell's state is another value than
+# the gated function of it.
+_FUNCTIONS = ELEMENTWISE - _ADDS - _CARRIES
 # And behind these, if they have taken as many elements of it as it has.
 _SELECTS = frozenset(
     {
@@ -46,6 +58,8 @@ _SELECTS = frozenset(
         "scatter",
         "slice",
         "sort",
+        "tile",
+        "top_k",
     }
 )
 # These put values together.
@@ -167,11 +181,11 @@ class _Walk:
         self._predecessors = graph.predecessors()
         self._consumers = graph.consumers()
         self._products = products
-        self._roots = Roots(graph.nodes, made)
+        self._roots = Roots(graph.nodes)
         self._made = made
         backward = (n.index for n in graph.nodes if is_backward(n))
         self._after_backward = reached(backward, self._consumers)
-        self._bases: dict[int, frozenset[int]] = {}
+        self._bases: dict[tuple[int, int, bool], frozenset[int]] = {}
         uses = Counter(w for n in products for w in self._weights(graph.nodes[n]))
         self._reused = {weight for weight, count in uses.items() if count > 1}
         self.sums: set[int] = set()
@@ -192,7 +206,7 @@ class _Walk:
                 is_sum = node.name in _ADDS and not (node.name == "sub" and position)
                 since = self._since(other.node) if is_sum else frozenset()
                 sign = -1 if node.name == "sub" else 1
-                for base in self.bases(old):
+                for base in self.bases(old, node.name in _ADDS):
                     update = None
                     if other.node > base and self._is_old(base, node, size):
                         update = self._update(node, base, other.node)
@@ -244,31 +258,44 @@ class _Walk:
             stack += self._predecessors[index]
         return frozenset(found)
 
-    def bases(self, value: Value) -> frozenset[int]:
-        """Returns the old values that a value may be, moved and scaled."""
+    def bases(self, value: Value, functions: bool = False) -> frozenset[int]:
+        """Returns the old values that a value may be, moved and scaled.
+
+        With `functions` also what is made of them element by element.
+        """
         if value.node < 0:
             is_exact = value.constant is None and value.made_of_data
             return frozenset({-1}) if is_exact else frozenset()
         index = value.node
-        if index not in self._bases:
+        key = index, value.result, functions
+        if key not in self._bases:
             node = self._nodes[index]
-            self._bases[index] = frozenset({index})  # of a loop
-            whole = self._whole(node)
+            self._bases[key] = frozenset({index})  # of a loop
+            whole = self._whole(node, value.result)
             if whole is not None:
-                self._bases[index] = self.bases(whole) | {index}
-            elif node.name in _CARRIES - {"carry_in"} and node.inputs:
+                self._bases[key] = self.bases(whole, functions) | {index}
+            elif self._carries(node, functions):
                 same = [v for v in node.inputs if v.size == node.size]
-                found = frozenset().union(*map(self.bases, same))
+                found = frozenset().union(*(self.bases(v, functions) for v in same))
                 if node.name in _UPDATES:
                     found |= {index}
                 # The latest of many: what they are bases of goes on as a chain.
                 latest = sorted(found)[-_MOST_BASES:]
-                self._bases[index] = found & {-1, *latest}
+                self._bases[key] = found & {-1, *latest}
             elif node.name in _ADDS:
-                self._bases[index] = self._moved(node) | {index}
-        return self._bases[index]
+                self._bases[key] = self._moved(node, functions) | {index}
+        return self._bases[key]
 
-    def _moved(self, node: Node) -> frozenset[int]:
+    def _carries(self, node: Node, functions: bool) -> bool:
+        """Whether a node's result is the same value as what it reads.
+
+        A backward pass is linear in its cotangents: a function there is a factor.
+        """
+        if functions and node.name in _FUNCTIONS:
+            return bool(node.inputs) and not is_backward(node)
+        return bool(node.inputs) and node.name in _CARRIES - {"carry_in"}
+
+    def _moved(self, node: Node, functions: bool) -> frozenset[int]:
         """Returns the old values to which a sum adds nothing that a product has made.
 
         Noise, a decay towards the start, or what is common to a row: that is no update
@@ -279,7 +306,7 @@ class _Walk:
             if old.size != node.size:
                 continue
             others = [*node.inputs[:position], *node.inputs[position + 1 :]]
-            bases = self.bases(old) - self._products
+            bases = self.bases(old, functions) - self._products
             found.update(b for b in bases if not self._is_made_since(b, others))
         return frozenset(sorted(found)[-_MOST_BASES:])
 
@@ -297,20 +324,25 @@ class _Walk:
             stack += self._predecessors[index]
         return False
 
-    def _whole(self, node: Node) -> Value | None:
-        """Returns the value of the same size of which a node holds the elements.
+    def _whole(self, node: Node, result: int) -> Value | None:
+        """Returns the value of the same size of which a result holds the elements.
 
         They are picked, as by a permutation, or put together from slices, as by a roll;
         some may be set to others.
         """
         if node.name not in _SELECTS or not node.inputs:
             return None
+        size = elements([node.eqn.outvars[result].aval])
+        if node.name == "sort":  # several arrays, by the first of them
+            floats = [is_float32(v.aval) for v in node.eqn.outvars]
+            is_known = sum(floats) == len(node.inputs)
+            return node.inputs[sum(floats[:result])] if is_known else None
         if node.name == "slice" and (part := self._part(node)) is not None:
             return part
         parts = node.inputs if node.name == "concatenate" else node.inputs[:1]
         origins = []
         for value in parts:
-            while value.size != node.size and value.node >= 0:
+            while value.size != size and value.node >= 0:
                 maker = self._nodes[value.node]
                 if maker.name not in _SELECTS - {"concatenate"} or not maker.inputs:
                     break
@@ -320,7 +352,7 @@ class _Walk:
         if node.name == "gather" and one.node < 0:
             return None  # rows of a table, as many as it has
         same = all(o.node == one.node and o.argument == one.argument for o in origins)
-        return one if same and one.size == node.size else None
+        return one if same and one.size == size else None
 
     def _part(self, node: Node) -> Value | None:
         """Returns the part of a concatenation that a slice takes out again.
@@ -415,18 +447,30 @@ class _Walk:
         return reached(found, self._consumers, inside.__contains__)
 
     def between(self, state: set[int]) -> set[int]:
-        """Returns the nodes that carry a state from one update to the next."""
+        """Returns the nodes that carry a state from one update to the next.
+
+        To one in a backward pass functions are factors, also those of the forward pass.
+        """
         found: set[int] = set()
         for index in state:
+            is_linear = is_backward(self._nodes[index])
+            carries = _CARRIES | _SELECTS | _JOINS | _ADDS
+            carries |= frozenset() if is_linear else _FUNCTIONS
             stack = [v.node for v in self._nodes[index].inputs]
             while stack:
                 source = stack.pop()
                 if source < 0 or source in found or source in state:
                     continue
                 node = self._nodes[source]
-                if node.name not in _CARRIES | _SELECTS | _JOINS | _ADDS:
+                if node.name not in carries:
                     continue
-                bases = self._bases.get(source, frozenset())
+                count = len(node.eqn.outvars) if node.eqn is not None else 1
+                keys = (
+                    (source, result, functions)
+                    for result in range(count)
+                    for functions in (False, not is_linear)
+                )
+                bases = frozenset().union(*(self._bases.get(k, ()) for k in keys))
                 if node.name in _JOINS:  # of the components of a state
                     bases = bases.union(*map(self.bases, node.inputs))
                 if bases & (state | {-1}):

@@ -16,7 +16,7 @@ from jmp_rewrite._graph import (
     computed_once,
     matched,
     nodes,
-    plain_reshapes,
+    plain,
     report_unused,
 )
 from jmp_rewrite._policy import Policy
@@ -120,7 +120,7 @@ def _decide(
         dtype = policy.compute_dtype
         return build.build(closed, is_opaque, place, by_path, by_sign, dtype)
 
-    closed = plain_reshapes(closed)
+    closed = plain(closed)
     graph = graph_of(closed)
     whole_step = not differentiated and is_whole_step(graph)
     if whole_step:

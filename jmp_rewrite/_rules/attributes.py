@@ -35,6 +35,10 @@ COSTLY = frozenset(
     }
 )
 
+# Exponentials, and logarithms, to any base.
+EXPONENTIALS = frozenset({"exp", "exp2"})
+LOGARITHMS = frozenset({"log", "log2"})
+
 # The results of these are elements of their operands.
 PICKS = frozenset(
     {
@@ -60,14 +64,21 @@ PICKS = frozenset(
         "select_n",
         "sort",
         "squeeze",
+        "stack",
         "stop_gradient",
+        "tile",
         "top_k",
         "transpose",
+        "unstack",
     }
 )
 
 # These ask which elements are the same.
 COMPARES = frozenset({"eq", "ne"})
+
+# These choose what to add up by which element of a window is the largest: derivatives
+# of pools.
+CHOOSES = frozenset({"select_and_gather_add", "select_and_scatter_add"})
 
 # These ask which of two is the larger one.
 ORDERS = frozenset({"ge", "gt", "le", "lt"})
@@ -99,7 +110,9 @@ MOVES = (VIEWS - {"broadcast_in_dim"}) | {
     "rev",
     "sharding_constraint",
     "split",
+    "stack",
     "transpose",
+    "unstack",
 }
 
 # Each element of a result is one of the operands: some may be left out or repeated.
@@ -112,6 +125,7 @@ COPIES = MOVES | {
     "pad",
     "ppermute",
     "slice",
+    "tile",
 }
 
 # The same of several operands; but a `scatter` may compute as well.
@@ -139,6 +153,32 @@ ARITHMETIC = (VIEWS - {"copy_p", "pvary"}) | {
     "square",
     "sub",
     "transpose",
+}
+
+# Each element of a result is computed of the elements that stand there.
+ELEMENTWISE = COSTLY | {
+    "abs",
+    "add",
+    "add_any",
+    "ceil",
+    "clamp",
+    "div",
+    "floor",
+    "integer_pow",
+    "max",
+    "min",
+    "mul",
+    "neg",
+    "one_minus_square",
+    "polynomial",
+    "rem",
+    "round",
+    "rsqrt",
+    "select_n",
+    "sign",
+    "sqrt",
+    "square",
+    "sub",
 }
 
 # A sum is the same before these as after them.

@@ -295,3 +295,20 @@ def test_float32_has_no_error(device):
         rewritten = mixed_precision_jaxpr(judged.closed, "float32")
         for found in judged.verdicts("float32", device, rewritten):
             assert found.ours == found.hand
+
+
+def test_a_grouped_convolution_is_differentiated():
+    """Its transpose is a reshape that permutes, in one equation."""
+
+    def loss(w, x):
+        layout = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=layout, feature_group_count=2
+        )
+        return jnp.sin(y).sum()
+
+    args = normal(RNG, 3, 3, 2, 6), normal(RNG, 2, 5, 5, 4)
+    closed = trace(jax.grad(loss, (0, 1)), args)
+    found = as_device(closed, "cpu")(args)
+    for a, b in zip(found, jax.grad(loss, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -7,7 +7,7 @@ import pytest
 from jax.extend import core as jex
 from programs import normal
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _compat, mixed_precision
 from jmp_rewrite._passes import PASSES, Program, optimize
 
 [OWN] = [p for p in PASSES if p.name == "scatter_as_select"]
@@ -174,3 +174,32 @@ def a_function(values, y):
 def test_other_scatters_stay(fun):
     _, edits = optimized(fun, VALUES, jnp.asarray(labels("fill", np.int32)))
     assert not edits
+
+
+wrap = jax.jit(lambda i: jnp.where(i < 0, i + 16, i))
+turn = jax.jit(lambda a: a.T)
+
+
+@pytest.mark.parametrize(
+    "indexed",
+    [
+        lambda h, x: h[wrap(wrap(jnp.arange(32) // 2))],
+        lambda h, x: h[wrap(wrap(x[:, 0].astype(int)))],
+        lambda h, x: turn(turn(h)).at[x[:, 0].astype(int)].add(jnp.tanh(h)),
+    ],
+    ids=["known", "data", "operand"],
+)
+def test_a_jitted_function_of_its_own_result(indexed):
+    """A walk that enters a call leaves it there: it ended in a `RecursionError`."""
+
+    def step(w, v, x):
+        def loss(w):
+            return jnp.square(indexed(jnp.tanh(x @ w), x) @ v).mean()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    args = normal(8, 64), normal(64, 8), np.abs(normal(16, 8))
+    want = step(*args)[1]
+    half = jax.jit(mixed_precision(step, "mixed_bfloat16"))
+    np.testing.assert_allclose(half(*args)[1], want, rtol=0.05)

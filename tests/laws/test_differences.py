@@ -1,0 +1,94 @@
+"""The law of accuracy over what all but cancels, behind what moves, picks or guards."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from amplifying import judge, normal
+from jax import lax
+
+from jmp_rewrite import mixed_precision_jaxpr
+
+f32 = np.float32
+OFFSET = np.full((32, 6), 300, f32)
+
+# What is done with values in units of their own before the offset is taken off.
+MOVED = {
+    "stack": lambda y: jnp.stack([y, y[::-1]]),
+    "tile": lambda y: jnp.tile(y, (2, 1)),
+    "unstack": lambda y: sum(jnp.unstack(y.reshape(4, 8, 6))) / 4,
+    "max": lambda y: y.max(0),
+    "sort": lambda y: jnp.sort(y, 0),
+    "median": lambda y: jnp.median(y, 0),
+    "set": lambda y: y.at[0].set(300.0),
+    "cummax": lambda y: lax.cummax(y),
+    "max_pool": lambda y: lax.reduce_window(
+        y, -np.inf, lax.max, (2, 1), (2, 1), "SAME"
+    ),
+    "segment_max": lambda y: jax.ops.segment_max(y, np.arange(32) // 4, 8),
+}
+
+# What is near one, and what counts by its difference from that.
+NEAR_ONE = {
+    "bounded": lambda a: 1 / jnp.maximum(1 - a, 1e-4),
+    "clipped": lambda a: 1 / jnp.clip(1 - a, 1e-4, 1),
+    "a negative power": lambda a: (1 - a + 1e-4) ** -1,
+    "a share": lambda a: (1 - a) / jnp.sum(1 - a),
+    "an angle": lambda a: jnp.arctan2(1 - a, 0.01 * a),
+    "a polynomial": lambda a: jnp.sqrt(jnp.polyval(np.array([-1, 0, 1], f32), a)),
+    "a logarithm": lambda a: jnp.log2(a),
+    "a power": lambda a: jnp.ones_like(a) * a * a * (0.99 * a) * jnp.minimum(a, 9) * -a,
+}
+
+
+def network_args(rng):
+    ws = normal(rng, 8, 32, scale=0.5), normal(rng, 32, 6, scale=0.3)
+    return (*ws, normal(rng, 6, scale=0.3), normal(rng, 6, 4)), normal(rng, 32, 8)
+
+
+def without_offset(move):
+    def fun(ws, x):
+        y = jnp.tanh(x @ ws[0]) @ ws[1] + ws[2] + OFFSET
+        return jnp.tanh(move(y) - f32(300)) @ ws[3]
+
+    return fun
+
+
+def beside_a_layer(function):
+    def fun(ws, x):
+        a = jax.nn.sigmoid(jnp.tanh(x @ ws[0]) @ ws[1] + ws[2] + 5)
+        return a @ ws[3], function(a) @ ws[3]
+
+    return fun
+
+
+PROGRAMS = {n: without_offset(move) for n, move in MOVED.items()}
+PROGRAMS |= {n: beside_a_layer(function) for n, function in NEAR_ONE.items()}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_cancels_is_read_unrounded(name, policy):
+    judged = judge(PROGRAMS[name], network_args)
+    rewritten = mixed_precision_jaxpr(judged.closed, policy)
+    for verdict in judged.verdicts(policy, "cuda", rewritten):
+        assert verdict.holds, verdict
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_pool_and_its_derivative_choose_alike(stride):
+    """Both compare the values that the other one has compared."""
+
+    def fun(ws, x, mean):
+        def loss(ws):
+            y = jnp.tanh(x @ ws[0]) @ ws[1] + ws[2] + mean
+            window, steps = (4 - stride, 1), (stride, 1)
+            y = lax.reduce_window(y, -np.inf, lax.max, window, steps, "SAME")
+            return jnp.square(jnp.tanh(y - mean) @ ws[3] - 1).mean()
+
+        return jax.grad(loss)(ws)
+
+    judged = judge(fun, lambda rng: (*network_args(rng), OFFSET[0]))
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", "cuda", rewritten):
+        assert verdict.holds, verdict

@@ -1,0 +1,196 @@
+"""The law of accuracy over iterations: what updates itself by one weight is state.
+
+However the weight is picked, masked, scaled or computed anew in each step, and however
+the state is moved or what function of it is updated; but a network is none, whose
+layers have weights of their own.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from amplifying import judge, normal, trace
+from by_hand import DEVICES
+from jax import lax
+
+from jmp_rewrite import explain, mixed_precision_jaxpr
+
+f32 = np.float32
+RATE = f32(1.5e-3)
+MASK = np.tril(np.ones((8, 8), bool))
+
+
+def draws(*more):
+    """A state near one, a weight, and what reads the state."""
+
+    def draw(rng):
+        first = normal(rng, 32, 8, mean=1), normal(rng, 8, 8, scale=0.4)
+        return (*first, normal(rng, 8, 5, scale=0.4), *(m(rng) for m in more))
+
+    return draw
+
+
+def by_weight(of, *more):
+    """Steps whose weight is a function of the one that is given."""
+
+    def fun(s, w, v, *others):
+        for _ in range(40):
+            s = s + RATE * jnp.tanh(s @ of(w, *others))
+        return s @ v
+
+    return fun, draws(*more)
+
+
+def by_state(step):
+    """Steps that are a function of the state, and of the state and its update."""
+
+    def fun(s, w, v):
+        for _ in range(40):
+            s = step(s, RATE * jnp.tanh(s @ w))
+        return s @ v
+
+    return fun, draws()
+
+
+def sorted_beside(s, u):
+    key = s.sum(-1, keepdims=True) + 0 * s
+    return lax.sort((key, s + u), num_keys=1, dimension=0)[1]
+
+
+def spectral(s, w, v):
+    """A weight that is divided by its largest singular value, found by iteration."""
+    u = jnp.ones(8, f32)
+    for _ in range(40):
+        u = w.T @ (w @ u)
+        u = u / jnp.linalg.norm(u)
+        s = s + RATE * jnp.tanh(s @ (w / jnp.linalg.norm(w @ u)))
+    return s @ v
+
+
+def layers(s, ws, v):
+    """Steps by a network, whose layers are scanned over."""
+    for _ in range(24):
+        u, _ = lax.scan(lambda u, w: (jnp.tanh(u @ w), None), s, ws)
+        s = s + f32(2e-3) * u
+    return s @ v
+
+
+def scanned(of):
+    """Steps of a scan over what is made of one weight."""
+
+    def fun(s, w, v, t):
+        def step(s, w):
+            return s + RATE * jnp.tanh(s @ w), None
+
+        return lax.scan(step, s, of(w, t))[0] @ v
+
+    return fun, draws(lambda rng: np.abs(normal(rng, 40)))
+
+
+PROGRAMS = {
+    "picked by an index": by_weight(
+        lambda w, ws, i: ws[i],
+        lambda rng: normal(rng, 4, 8, 8, scale=0.4),
+        lambda rng: np.int32(rng.randint(4)),
+    ),
+    "masked": by_weight(lambda w: jnp.where(MASK, w, 0)),
+    "masked by a draw": by_weight(
+        lambda w: w * jax.random.bernoulli(jax.random.key(0), 0.5, w.shape)
+    ),
+    "of integers": by_weight(
+        lambda w, q: q.astype(f32) * f32(4e-3),
+        lambda rng: rng.randint(-127, 127, (8, 8)).astype(np.int8),
+    ),
+    "a Gram matrix": by_weight(lambda w: w @ w.T),
+    "made by another network": by_weight(
+        lambda w, c, a: (c @ a).reshape(8, 8),
+        lambda rng: normal(rng, 8),
+        lambda rng: normal(rng, 8, 64, scale=0.2),
+    ),
+    "spectral norm": (spectral, draws()),
+    "layers": (
+        lambda s, w, v, ws: layers(s, ws, v),
+        draws(lambda rng: normal(rng, 3, 8, 8, scale=0.4)),
+    ),
+    "spread": scanned(lambda w, t: jnp.broadcast_to(w, (40, 8, 8))),
+    "scaled by time": scanned(lambda w, t: w * t[:, None, None]),
+    "reflected": by_state(lambda s, u: jnp.abs(s + u)),
+    "its square": by_state(lambda s, u: jnp.sqrt(jnp.square(s) + u**2)),
+    "sorted": by_state(lambda s, u: lax.top_k(s + u, 8)[0]),
+    "sorted beside a key": by_state(sorted_beside),
+    "rolled by tiles": by_state(lambda s, u: jnp.tile(s + u, (1, 2))[:, 6:14]),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES[:2])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_one_weight_updates_is_state(name, policy, device):
+    judged = judge(*PROGRAMS[name])
+    rewritten = mixed_precision_jaxpr(judged.closed, policy)
+    for verdict in judged.verdicts(policy, device, rewritten):
+        assert verdict.holds, verdict
+
+
+def network(ws, x):
+    for first, second in ws:
+        x = x + jax.nn.gelu(x @ first) @ second
+    return x @ ws[0][0]
+
+
+def of_a_stack(ws, x):
+    first, second = jnp.stack([a for a, _ in ws]), jnp.stack([b for _, b in ws])
+
+    @jax.jit
+    def block(i, x):
+        return x + jax.nn.gelu(x @ first[i]) @ second[i]
+
+    for i in range(len(ws)):
+        x = block(i, x)
+    return x @ first[0]
+
+
+@pytest.mark.parametrize("fun", [network, of_a_stack])
+@pytest.mark.parametrize("captured", [True, False])
+def test_layers_are_told_apart(fun, captured):
+    """By their weights, also by those that the function has captured."""
+    rng = np.random.RandomState(0)
+    shapes = (64, 128), (128, 64)
+    ws = [tuple(jnp.asarray(normal(rng, *s) * 0.1) for s in shapes) for _ in range(4)]
+    x = normal(rng, 32, 64)
+    report = (
+        explain(lambda x: fun(ws, x), "mixed_bfloat16")(x)
+        if captured
+        else explain(fun, "mixed_bfloat16")(ws, x)
+    )
+    sums = [row for row in report.equations if row.primitive == "add" and row.bytes]
+    assert sums and not any("state" in row.reason for row in sums)
+
+
+def test_a_decay_of_a_state_that_is_rolled_is_read_unrounded():
+    def fun(ws, xs):
+        def step(h, x):
+            h = jnp.roll(h, 1, -1) * jax.nn.sigmoid(x @ ws[0] + 5) + x @ ws[1] * 0.01
+            return h, h
+
+        return jnp.square(lax.scan(step, jnp.ones((8, 8)), xs)[1] @ ws[2]).mean()
+
+    def draw(rng):
+        ws = tuple(normal(rng, 8, 8, scale=0.4) for _ in range(3))
+        return ws, normal(rng, 40, 8, 8)
+
+    judged = judge(jax.grad(fun), draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", "cuda", rewritten):
+        assert verdict.holds, verdict
+
+
+def test_float16_keeps_a_vector_of_epsilons():
+    def fun(w, x, epsilons):
+        h = jax.nn.relu(x @ w - 1)
+        return (h / (jnp.abs(h) + epsilons)) @ w
+
+    rng = np.random.RandomState(0)
+    args = normal(rng, 8, 8), normal(rng, 32, 8), np.full((8,), 1e-9, f32)
+    rewritten = mixed_precision_jaxpr(trace(fun, args), "mixed_float16")
+    assert np.isfinite(jax.jit(jax.extend.core.jaxpr_as_fun(rewritten))(*args)[0]).all()
