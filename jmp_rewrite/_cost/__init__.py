@@ -8,3 +8,4 @@ from jmp_rewrite._cost.cost import policy_text as policy_text
 from jmp_rewrite._cost.subject import Call as Call
 from jmp_rewrite._cost.subject import Subject as Subject
 from jmp_rewrite._cost.subject import call_of as call_of
+from jmp_rewrite._cost.subject import types_of as types_of

@@ -18,7 +18,7 @@ from jmp_rewrite._cost.compile import Job, compile_jobs
 from jmp_rewrite._cost.devices import Target, compiler, target
 from jmp_rewrite._cost.estimate import Estimate, estimate
 from jmp_rewrite._cost.largest import largest_values
-from jmp_rewrite._cost.program import lower
+from jmp_rewrite._cost.program import Program, lower
 from jmp_rewrite._cost.progress import progress
 from jmp_rewrite._cost.subject import Subject
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
@@ -191,13 +191,14 @@ def cost(
     targets = [target(name) for name in dict.fromkeys(devices)]
     compilers = {t.platform: compiler(t.platform) for t in targets}
     chosen = _policies(subject, policies)
+    programs = {p: subject.program(p) for p in chosen}
     pairs = [(t, p) for t in targets for p in chosen]
-    jobs = [Job(t, lower(subject.program(p), t)) for t, p in pairs]
+    jobs = [Job(t, lower(programs[p], t)) for t, p in pairs]
     titles = [f"{t.name}, {p.name}" for t, p in pairs]
     with progress(titles, "compiling for") as done:
         compiled = compile_jobs(jobs, time_limit, done)
     estimates = [
-        _with_values(estimate(c, t), subject, p)
+        _with_values(estimate(c, t), programs[p])
         for c, (t, p) in zip(compiled, pairs, strict=True)
     ]
     rows = [
@@ -218,12 +219,11 @@ def _policies(subject: Subject, given: Sequence[PolicyLike] | None) -> list[Poli
     return chosen
 
 
-def _with_values(found: Estimate, subject: Subject, policy: Policy) -> Estimate:
+def _with_values(found: Estimate, program: Program) -> Estimate:
     """Adds the largest values of the program, where no compiled text names any."""
     if found.fits is not False or found.largest:
         return found
-    values = largest_values(subject.program(policy).closed)
-    return dataclasses.replace(found, largest=values)
+    return dataclasses.replace(found, largest=largest_values(program.closed))
 
 
 def _row(on: Target, policy: Policy, found: Estimate, by: str) -> CostRow:

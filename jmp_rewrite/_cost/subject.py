@@ -12,6 +12,7 @@ import jax
 from jax import tree_util
 
 from jmp_rewrite import _compat, _rewrite
+from jmp_rewrite._arguments import mapped
 from jmp_rewrite._cost.program import Program
 from jmp_rewrite._policy import Policy
 
@@ -20,33 +21,39 @@ class Call(NamedTuple):
     """A call of a function, with types in place of arrays.
 
     Attributes:
-      fun: the function as it was given, `jax.jit` around it or not.
       args: positional arguments.
       kwargs: arguments by name.
       results: the result, with types in place of arrays.
       shardings: of each parameter of the traced program; None if on one device.
+      jitted: traces the same call of the `jax.jit` around the function, with the same
+        parameters; None if there is none.
       again: makes a subject of another call.
     """
 
-    fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: Any
     shardings: Sequence[Any]
+    jitted: Callable[[], _rewrite.Traced] | None
     again: Callable[..., Subject]
 
 
 def call_of(
-    fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     traced: _rewrite.Traced,
+    jitted: Callable[[], _rewrite.Traced] | None,
     again: Callable[..., Subject],
 ) -> Call:
     """Keeps a call that was traced, and none of its arrays."""
-    args, kwargs = tree_util.tree_map(_type, (args, kwargs))
+    args, kwargs = types_of((args, kwargs))
     shardings = [_sharding(x) for x in traced.arrays]
-    return Call(fun, args, kwargs, traced.results, shardings, again)
+    return Call(args, kwargs, traced.results, shardings, jitted, again)
+
+
+def types_of(tree: Any) -> Any:
+    """Returns a tree with types in place of arrays."""
+    return mapped(_type, tree)
 
 
 def _type(x: Any) -> Any:
@@ -99,20 +106,16 @@ class Subject:
         count = len(self.call.shardings)
         results = len(tree_util.tree_leaves(self.call.results))
         nothing = [False] * count, [None] * count, [None] * results
-        fun = self.call.fun
-        while isinstance(fun, functools.partial):
-            fun = fun.func
-        if not hasattr(fun, "lower"):
+        if self.call.jitted is None:
             return nothing
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            traced = _rewrite.trace_types(
-                self.call.fun, self.call.args, self.call.kwargs
-            )
-        found = _placement(traced.closed)
+            found = _placement(self.call.jitted().closed)
         if found is None:
             return nothing
         donated, given, returned = found
+        ahead = count - len(donated)  # a module whose method was decorated
+        donated, given = [False] * ahead + donated, [None] * ahead + given
         # `jit` returns Python numbers as arrays, and they are none here.
         is_same = len(returned) == results
         return donated, given, returned if is_same else [None] * results

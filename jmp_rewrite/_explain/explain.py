@@ -63,16 +63,24 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
     @functools.wraps(fun, updated=())
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         chosen = as_policy(fixed or inner.policy)
-        given = inner.received(args, kwargs)
-        traced = _rewrite.trace_types(inner.fun, *given, inner.hide, chosen)
+        given = inner.hide(*inner.received(args, kwargs))
+        traced = _rewrite.trace_types(inner.fun, *given, policy=chosen)
         _check_sizes(traced)
-        return _report(inner.fun, traced, chosen, call(args, kwargs, traced))
+        types = _cost.types_of(given)
 
-    def call(args: Any, kwargs: Any, traced: _rewrite.Traced) -> _cost.Call:
-        def again(*args: Any, **kwargs: Any) -> _cost.Subject:
-            return explained(*args, **kwargs).subject
+        def under(policy: Policy) -> _rewrite.Traced:
+            return _rewrite.trace_types(inner.fun, *types, policy=policy)
 
-        return _cost.call_of(fun, args, kwargs, traced, again)
+        def jitted() -> _rewrite.Traced:
+            assert inner.jitted is not None
+            return _rewrite.trace_types(inner.jitted, *types)
+
+        placed = jitted if inner.jitted else None
+        call = _cost.call_of(args, kwargs, traced, placed, again)
+        return _report(inner.fun, traced, chosen, call, under)
+
+    def again(*args: Any, **kwargs: Any) -> _cost.Subject:
+        return explained(*args, **kwargs).subject
 
     return explained
 
@@ -89,7 +97,11 @@ def _check_sizes(traced: _rewrite.Traced) -> None:
 
 
 def _report(
-    fun: Any, traced: _rewrite.Traced, policy: Policy, call: _cost.Call
+    fun: Any,
+    traced: _rewrite.Traced,
+    policy: Policy,
+    call: _cost.Call,
+    under: Callable[[Policy], _rewrite.Traced],
 ) -> Report:
     graph, plan, unused = _rewrite.decide_quietly(traced, policy)
     return Report(
@@ -104,5 +116,6 @@ def _report(
             unused_scopes=unused,
             weights=len(tree_util.tree_leaves(traced.arguments[0][:1])),
             call=call,
+            under=under,
         )
     )

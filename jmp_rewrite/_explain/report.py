@@ -6,10 +6,9 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from jax.extend import core as jex
 
 from jmp_rewrite import _compat, _cost, _passes, _rewrite
@@ -55,6 +54,7 @@ class Decision(NamedTuple):
       unused_scopes: patterns of the policy that matched nothing.
       weights: how many arrays the first argument has.
       call: that was explained, with types in place of arrays.
+      under: traces the same call under another policy: a function may ask for it.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Decision(NamedTuple):
     unused_scopes: Sequence[str]
     weights: int
     call: _cost.Call
+    under: Callable[[Policy], _rewrite.Traced]
 
 
 class LeftAlone(NamedTuple):
@@ -308,12 +309,9 @@ class Report:
         """Returns the program as a policy rewrites it, a closed jaxpr."""
         if policy == self.policy:
             return self.jaxpr
-        decision = self._decision
-        if policy.compute_dtype == np.float32:
-            return decision.closed
-        paths = decision.arguments, decision.results
-        plan = _rewrite.decide(decision.closed, policy, *paths)
-        return provenance.emit(plan, self._choice).closed
+        traced = self._decision.under(policy)
+        _, plan, _ = _rewrite.decide_quietly(traced, policy)
+        return provenance.emit(plan, self._choice).closed if plan else traced.closed
 
     # ---- words
 

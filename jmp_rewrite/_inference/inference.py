@@ -153,7 +153,6 @@ class Inference(Generic[P, R]):
         given, named = self._bound(args, kwargs)
         if policy.compute_dtype == FLOAT32:
             self._leaves(policy, hide((given, named)), 0)
-            args, kwargs = show((given, named))
             return _transform.mixed_precision(self._fun, policy)(*args, **kwargs)
         with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, finish):
             tree = hide((pargs, pkwargs))
@@ -181,7 +180,7 @@ class Inference(Generic[P, R]):
             hidden = len(pargs) - len(given)
             if policy.compute_dtype == FLOAT32:
                 self._leaves(policy, tree, hidden)
-                return tuple(show(given))
+                return tuple(merged(show(tree[0])))[hidden:]
             program = self._program(policy, pure, tree, hidden)
             half = program.plan.half
             stored = [

@@ -798,6 +798,23 @@ def test_nnx_caches_are_stored_in_place():
     assert plain.cache[...].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
+def test_under_float32_nnx_modules_change_in_place(jit):
+    plain, served, x = Decoder(nnx.Rngs(0)), Decoder(nnx.Rngs(0)), inputs(1)
+
+    def fun(model, x, position):
+        return model(x, position)
+
+    serve = for_inference(fun, "float32")
+    for position in range(3):
+        want = jit(fun)(plain, x, position)
+        same_bits(jit(serve)(served, x, position), want)
+    same_bits(served.cache[...], plain.cache[...])
+    stored, *_ = serve.store(served, x, 0)
+    assert stored is not served
+    same_bits(nnx.state(stored), nnx.state(served))
+
+
 def test_keras():
     keras = pytest.importorskip("keras")
     layers = keras.layers
