@@ -112,6 +112,7 @@ class _Program(NamedTuple):
       stored: the program, with what is stored in half.
       leaves: the arrays of the call.
       first: the number of the first array among the program's arguments.
+      kept: number of a result -> of the array whose place it takes in the next call.
     """
 
     traced: _rewrite.Traced
@@ -119,6 +120,7 @@ class _Program(NamedTuple):
     stored: Stored
     leaves: list[Leaf]
     first: int
+    kept: dict[int, int]
 
     def is_stored(self, leaf: int) -> bool:
         """Whether an array of the call is stored in half."""
@@ -128,6 +130,16 @@ class _Program(NamedTuple):
         """Whether an array of the call is read before it is rounded."""
         number = self.first + leaf
         return number in self.stored.why_not and number not in self.stored.unread
+
+    def is_widened(self, leaf: int) -> bool:
+        """Whether an array comes in half, and is read in float32."""
+        return is_half(self.leaves[leaf].value) and self.is_read_full(leaf)
+
+    @property
+    def returned(self) -> list[Any]:
+        """The dtypes of the results that take no array's place."""
+        avals = self.traced.closed.out_avals
+        return [a.dtype for i, a in enumerate(avals) if i not in self.kept]
 
 
 class Inference(Generic[P, R]):
@@ -141,6 +153,7 @@ class Inference(Generic[P, R]):
         given = None if policy is None else as_policy(policy)
         self._policy = given if own is None else own  # an inner policy decides inside
         self._numbers = Numbers.of(plain, weights, state)
+        self._known: set[str] = set()  # paths of what was stored
         wraps(plain, self)  # type: ignore[arg-type]
         # So that `explain` and `diagnose` know the policy.
         self.decorated = _transform.Decorated(
@@ -183,6 +196,9 @@ class Inference(Generic[P, R]):
                 return tuple(merged(show(tree[0])))[hidden:]
             program = self._program(policy, pure, tree, hidden)
             half = program.plan.half
+            self._known.update(
+                x.path for i, x in enumerate(program.leaves) if program.is_stored(i)
+            )
             stored = [
                 _in_half(x.value, half) if program.is_stored(i) else x.value
                 for i, x in enumerate(program.leaves)
@@ -281,8 +297,10 @@ class Inference(Generic[P, R]):
     ) -> _Program:
         """Traces a call with its weights and state in float32, and stores them.
 
-        What is half already has been stored; but not in an argument that holds half
-        arrays which are read unrounded. These are the function's own.
+        What is half already has been stored, and is widened where this call reads it
+        unrounded: another shape may ask for that. But an argument's half arrays are the
+        function's own if it reads one unrounded that `store` has not made, and returns
+        other dtypes where it is given them as they are.
 
         Args:
           policy: of the function.
@@ -292,16 +310,20 @@ class Inference(Generic[P, R]):
           as_given: whether to leave in float32 what comes in float32.
         """
         stored = {x.number for x in self._leaves(policy, tree, hidden)}
-        while True:
-            program = self._made(policy, pure, tree, hidden, stored, as_given)
-            own = {
-                x.number
-                for i, x in enumerate(program.leaves)
-                if x.number in stored and is_half(x.value) and program.is_read_full(i)
-            }
-            if not own:
-                return program
-            stored -= own
+        program = self._made(policy, pure, tree, hidden, stored, as_given)
+        while own := {
+            x.number
+            for i, x in enumerate(program.leaves)
+            if program.is_widened(i) and x.path not in self._known
+        }:
+            try:
+                other = self._made(policy, pure, tree, hidden, stored - own, as_given)
+            except (TypeError, ValueError):  # it does not take them as they are
+                break
+            if other.returned == program.returned:
+                break
+            stored, program = stored - own, other
+        return program
 
     def _made(
         self,
@@ -333,7 +355,7 @@ class Inference(Generic[P, R]):
             {r: first + i for r, i in kept.items()},
         )
         result = store(_rewrite.emitted(plan), plan.half, storage)
-        return _Program(traced, plan, result, leaves, first)
+        return _Program(traced, plan, result, leaves, first, kept)
 
     def _kept(self, traced: _rewrite.Traced, hidden: int) -> dict[int, int]:
         """Returns for each result that takes a place in the next call the leaf's."""
@@ -368,11 +390,19 @@ class Inference(Generic[P, R]):
 
 
 def _run(program: _Program) -> list[Any]:
-    """Runs a program on its arrays; what is stored comes in half, and so returns."""
+    """Runs a program on its arrays; what comes in half so returns."""
     finished = _rewrite.finished(program.plan, program.stored.closed)
     consts = _compat.constants(program.traced.closed)
-    arrays = [x.value for x in program.leaves]
-    return _compat.evaluate(finished.closed, [*consts, *arrays])
+    arrays = [
+        _in_float32(x.value) if program.is_widened(i) else x.value
+        for i, x in enumerate(program.leaves)
+    ]
+    results = _compat.evaluate(finished.closed, [*consts, *arrays])
+    half = program.plan.half
+    return [
+        _in_half(x, half) if program.is_widened(program.kept.get(i, -1)) else x
+        for i, x in enumerate(results)
+    ]
 
 
 def _in_half(x: Any, half: np.dtype) -> Any:
@@ -411,7 +441,7 @@ def _rows(program: _Program) -> list[_report.Leaf]:
     for i, leaf in enumerate(program.leaves):
         if leaf.kind is None:
             continue
-        is_stored = program.is_stored(i)
+        is_stored = program.is_stored(i) or program.is_widened(i)
         dtype = program.plan.half if is_stored else leaf.value.dtype
         rows.append(_row(leaf, dtype, reasons.of(i), is_stored))
     return rows
@@ -464,6 +494,8 @@ class _Reasons:
         why = (self._why.get(key) or "").removeprefix("full: ")
         said = f"{eqn.primitive.name} reads it unrounded at {where(eqn)}"
         said += f" ({why})" if why else ""
+        if self._program.is_widened(leaf):
+            return f"stored for another call; here {said}"
         if leaf in self._tables:
             said += '; a scope "half" that names it would store it in half'
         return said

@@ -213,6 +213,89 @@ def test_half_weights_stay():
     same_bits(stored[0], params)
 
 
+# ---- other shapes than those of `store`
+
+
+def policy_network(params, x):
+    """Four observations: few terms, which from some batch on are float32."""
+    hidden = jnp.tanh(jnp.tanh(x @ params["first"]) @ params["middle"])
+    return hidden @ params["last"]
+
+
+def with_bias(params, x):
+    """Of one example a bias has the activation's own size."""
+    hidden = jnp.tanh(x @ params["first"] + params["bias"][None])
+    return hidden @ params["middle"] @ params["last"]
+
+
+def of_weights(params, x):
+    """A result's dtype is that of weights alone."""
+    latents = params["last"].T @ params["middle"]
+    return latents * 1.0, jnp.tanh(x @ params["first"]).sum(0) @ params["last"]
+
+
+def random(*shape):
+    return jax.random.normal(jax.random.key(sum(shape)), shape) / 8
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+@pytest.mark.parametrize(
+    ("fun", "width", "batches"),
+    [
+        (policy_network, 4, (1, 64)),
+        (with_bias, 32, (8, 1)),
+        (of_weights, 4, (1, 64)),
+    ],
+)
+def test_what_was_stored_serves_other_shapes(fun, width, batches, is_here):
+    """As float32 arrays of its values do, in this process or in another."""
+    params = {
+        "bias": random(64),
+        "first": random(width, 64),
+        "last": random(64, 32),
+        "middle": random(64, 64),
+    }
+    serve = for_inference(fun, BF16)
+    stored, _ = serve.store(params, random(batches[0], width))
+    if not is_here:
+        if fun is of_weights:
+            return  # nobody can tell whose the half arrays are
+        serve = for_inference(fun, BF16)
+    rounded = jax.tree.map(lambda w: w.astype(jnp.float32), stored)
+    for batch in batches:
+        x = random(batch, width)
+        got, want = jax.jit(serve)(stored, x), jax.jit(serve)(rounded, x)
+        same_bits(got, want)
+        same_types(got, fun(params, x))
+        products = [
+            [
+                str(e.invars[0].aval.dtype)
+                for e in eqns(trace(serve, w, x), "dot_general")
+            ]
+            for w in (stored, rounded)
+        ]
+        assert products[0] == products[1] and "bfloat16" in products[0]
+        same_bits(serve.store(stored, x)[0], stored)
+    why = {leaf.path: leaf.reason for leaf in serve.report(stored, x).leaves}
+    widened = {path for path in why if why[path].startswith("stored for another call")}
+    assert widened
+
+
+def test_a_state_that_is_widened_returns_as_it_came():
+    def fun(w, state, x):
+        return jnp.tanh(x @ state) @ w, state.at[0].set(w.sum(1))
+
+    serve = for_inference(fun, BF16, state={1: 1})
+    w, state, _ = serve.store(random(64, 32), random(4, 64), random(1, 4))
+    assert state.dtype == jnp.bfloat16
+    x = random(64, 4)
+    reasons = [leaf.reason for leaf in serve.report(w, state, x).leaves]
+    assert reasons[1].startswith("stored for another call; here dot_general reads it")
+    out, new = jax.jit(serve)(w, state, x)
+    want, wide = jax.jit(serve)(w, state.astype(jnp.float32), x)
+    same_bits((out, new), (want, wide.astype(jnp.bfloat16)))
+
+
 # ---- state
 
 
