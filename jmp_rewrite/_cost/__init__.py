@@ -1,5 +1,6 @@
 """What a program costs on a device that nobody here holds, by its compiler."""
 
+from jmp_rewrite._cost import figure as figure
 from jmp_rewrite._cost.cost import TIME_LIMIT as TIME_LIMIT
 from jmp_rewrite._cost.cost import Cost as Cost
 from jmp_rewrite._cost.cost import CostRow as CostRow

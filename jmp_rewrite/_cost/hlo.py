@@ -147,7 +147,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> list[str]:
-        """The computations that it names, of a loop the body first."""
+        """The computations that it names, in the order of the text."""
         names = _CALLED.findall(self.attributes)
         for many in _CALLED_MANY.findall(self.attributes):
             names += [n.strip().lstrip("%") for n in many.split(",")]

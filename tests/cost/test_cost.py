@@ -123,6 +123,7 @@ def test_html_and_picture(report, compiler, tmp_path):
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert widths[:2] == [0.5, 0.5]  # temporary memory on both
     figure.savefig(tmp_path / "cost.png")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # a notebook shows it
 
 
 def test_a_plot_needs_matplotlib(report, compiler, monkeypatch):

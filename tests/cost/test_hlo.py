@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_rewrite._cost import hlo
+from jmp_rewrite._cost import hlo, liveness
 
 # As XLA:TPU writes it: no trip count, and a condition that may be a fusion.
 LOOP = """HloModule jit_f
@@ -293,3 +293,47 @@ def test_an_update_in_place_reads_and_writes_what_is_updated(start):
     """Also one that XLA:GPU starts, and goes on."""
     module = hlo.parse(UPDATE.replace("START", start))
     assert (module.bytes_read(), module.bytes_written()) == (20, 16)
+
+
+HOLDS = """HloModule jit_f
+
+%small (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %q = f32[4]{0} sine(%p)
+}
+
+%large (r: f32[4]) -> f32[4] {
+  %r = f32[4]{0} parameter(0)
+  %wide = f32[1000]{0} fft(%r)
+  ROOT %s = f32[4]{0} fft(%wide)
+}
+
+%test (u: f32[4]) -> pred[] {
+  %u = f32[4]{0} parameter(0)
+  ROOT %v = pred[] fft(%u)
+}
+
+ENTRY %main (x: f32[4], c: pred[]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %c = pred[] parameter(1)
+  %before = f32[100]{0} fft(%x)
+  RUNS
+  ROOT %z = f32[4]{0} fft(%y, %before)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        "while(%x), condition=%test, body=%large",
+        "conditional(%c, %x, %x), true_computation=%large, false_computation=%small",
+        "conditional(%c, %x, %x), true_computation=%small, false_computation=%large",
+        "conditional(%c, %x, %x), branch_computations={%small, %large}",
+        "call(%x), to_apply=%large",
+    ],
+)
+def test_the_largest_of_what_an_instruction_runs_is_alive(runs):
+    module = hlo.parse(HOLDS.replace("RUNS", f"%y = f32[4]{{0}} {runs}"))
+    held = [b.instruction.name for b in liveness.peak(module).buffers]
+    assert "wide" in held and "before" in held
