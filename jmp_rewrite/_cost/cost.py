@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jmp_rewrite._cost import html, plot, text
@@ -104,9 +104,9 @@ class Cost:
 
         Args:
           axis: the axis of the batch's arrays along which examples are counted.
-          argnums: which positional arguments are the batch. None for those whose arrays
-            all have the same size along the axis, and which the function does not
-            return a new value of.
+          argnums: which positional arguments are the batch, also where the call named
+            them. None for those whose arrays all have the same size along the axis, and
+            which the function does not return a new value of.
 
         Returns:
           A row for each device and policy: the largest batch that was seen to fit, and
@@ -159,7 +159,7 @@ class Cost:
 def cost(
     subject: Subject,
     devices: Sequence[str],
-    policies: Sequence[PolicyLike] | None = None,
+    policies: PolicyLike | Sequence[PolicyLike] = None,
     time_limit: float = TIME_LIMIT,
 ) -> Cost:
     """Compiles a program for devices under policies, and says what it costs there.
@@ -208,11 +208,13 @@ def cost(
     return Cost(subject.name, rows, estimates, subject, targets, chosen, time_limit)
 
 
-def _policies(subject: Subject, given: Sequence[PolicyLike] | None) -> list[Policy]:
+def _policies(
+    subject: Subject, given: PolicyLike | Sequence[PolicyLike]
+) -> list[Policy]:
     if given is None:
         return list(dict.fromkeys([Policy("float32"), subject.policy]))
-    if isinstance(given, (str, Policy)):  # one, without a list around it
-        return [Policy(given) if isinstance(given, str) else given]
+    if isinstance(given, str) or not isinstance(given, Iterable):  # one, bare
+        return [as_policy(given)]
     chosen = list(dict.fromkeys(as_policy(p) for p in given))
     if not chosen:
         raise ValueError("policies expected at least one policy, or None.")

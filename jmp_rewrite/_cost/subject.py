@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,21 +35,33 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     results: Any
     shardings: Sequence[Any]
-    jitted: Callable[[], _rewrite.Traced] | None
+    jitted: Callable[[], _rewrite.Traced | None]
     again: Callable[..., Subject]
 
 
 def call_of(
+    fun: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     traced: _rewrite.Traced,
-    jitted: Callable[[], _rewrite.Traced] | None,
+    jitted: Callable[[], _rewrite.Traced | None],
     again: Callable[..., Subject],
 ) -> Call:
     """Keeps a call that was traced, and none of its arrays."""
-    args, kwargs = types_of((args, kwargs))
+    args, kwargs = types_of(_by_position(fun, args, kwargs))
     shardings = [_sharding(x) for x in traced.arrays]
     return Call(args, kwargs, traced.results, shardings, jitted, again)
+
+
+def _by_position(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with the arguments that have positions at them."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # a function of C, or of another signature
+        return args, kwargs
+    return bound.args, bound.kwargs
 
 
 def types_of(tree: Any) -> Any:
@@ -106,11 +119,10 @@ class Subject:
         count = len(self.call.shardings)
         results = len(tree_util.tree_leaves(self.call.results))
         nothing = [False] * count, [None] * count, [None] * results
-        if self.call.jitted is None:
-            return nothing
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = _placement(self.call.jitted().closed)
+            traced = self.call.jitted()
+        found = _placement(traced.closed) if traced else None
         if found is None:
             return nothing
         donated, given, returned = found

@@ -125,11 +125,9 @@ def _value(
         return of(i.operands[index])
     if i.opcode in _SAME:
         return of(i.operands[0], index)
-    if i.opcode == "fusion" and i.fused in computations:
+    if i.opcode == "fusion" and (fused := i.fused):
         operands = i.operands
-        return _value(
-            computations, i.fused, None, lambda n, k: of(operands[n], k), index
-        )
+        return _value(computations, fused, None, lambda n, k: of(operands[n], k), index)
     if i.opcode in _COMPUTE:
         return _COMPUTE[i.opcode](*map(of, i.operands))
     direction = re.search(r"direction=(\w+)", i.attributes)

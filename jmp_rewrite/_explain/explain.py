@@ -63,20 +63,18 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
     @functools.wraps(fun, updated=())
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         chosen = as_policy(fixed or inner.policy)
-        given = inner.hide(*inner.received(args, kwargs))
-        traced = _rewrite.trace_types(inner.fun, *given, policy=chosen)
+        given, named = inner.hide(*inner.received(args, kwargs))
+        traced = _rewrite.trace_types(inner.fun, given, named, policy=chosen)
         _check_sizes(traced)
-        types = _cost.types_of(given)
+        given, named = _cost.types_of((given, named))
 
         def under(policy: Policy) -> _rewrite.Traced:
-            return _rewrite.trace_types(inner.fun, *types, policy=policy)
+            return _rewrite.trace_types(inner.fun, given, named, policy=policy)
 
-        def jitted() -> _rewrite.Traced:
-            assert inner.jitted is not None
-            return _rewrite.trace_types(inner.jitted, *types)
+        def jitted() -> _rewrite.Traced | None:
+            return inner.jitted and _rewrite.trace_types(inner.jitted, given, named)
 
-        placed = jitted if inner.jitted else None
-        call = _cost.call_of(args, kwargs, traced, placed, again)
+        call = _cost.call_of(fun, args, kwargs, traced, jitted, again)
         return _report(inner.fun, traced, chosen, call, under)
 
     def again(*args: Any, **kwargs: Any) -> _cost.Subject:

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -261,7 +262,7 @@ class Report:
     def cost(
         self,
         *devices: str,
-        policies: Sequence[PolicyLike] | None = None,
+        policies: PolicyLike | Sequence[PolicyLike] = None,
         time_limit: float = _cost.TIME_LIMIT,
     ) -> _cost.Cost:
         """Says what the function costs on devices that you need not hold.
@@ -281,7 +282,7 @@ class Report:
           *devices: their names: "TPU v2", ..., "TPU v6e", "TPU7x", "NVIDIA T4", "NVIDIA
             L4", "NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA B200"; also as
             people write them, "v5e" or "h100".
-          policies: to compare; None for float32 and the report's own.
+          policies: to compare, or one; None for float32 and the report's own.
           time_limit: seconds for each compilation.
 
         Returns:
@@ -309,7 +310,9 @@ class Report:
         """Returns the program as a policy rewrites it, a closed jaxpr."""
         if policy == self.policy:
             return self.jaxpr
-        traced = self._decision.under(policy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were heard when it was explained
+            traced = self._decision.under(policy)
         _, plan, _ = _rewrite.decide_quietly(traced, policy)
         return provenance.emit(plan, self._choice).closed if plan else traced.closed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -146,6 +147,7 @@ class Inference(Generic[P, R]):
     """What `for_inference` returns: a function, with `store` and `report`."""
 
     def __init__(self, fun: Any, policy: PolicyLike, weights: Any, state: Any) -> None:
+        self._given = fun, policy
         inner = _transform.undecorated(fun)
         plain, own = inner.bound, inner.policy
         check_kind(plain, "for_inference")
@@ -174,6 +176,17 @@ class Inference(Generic[P, R]):
             with jax.named_scope(REWRITTEN):
                 results = _run(program)
             return finish(program.traced.rebuild(results))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds it as a method is bound; `weights` and `state` count the object."""
+        weights, state = self._numbers
+        if instance is None:
+            return self
+        if 0 in (*weights, *state):  # the object's own: Class.method.store(object, ...)
+            return MethodType(self, instance)
+        fun, policy = self._given
+        behind = [n - 1 for n in weights], {n - 1: r for n, r in state.items()}
+        return Inference(MethodType(fun, instance), policy, *behind)
 
     def store(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
         """Returns the arguments, with weights and state in half where possible.

@@ -67,6 +67,9 @@ def test_policies(report, compiler):
     cost = report.cost("v5e", policies=["mixed_float16", "float32", "mixed_float16"])
     assert [row.policy for row in cost.rows] == ["mixed_float16", "float32"]
     assert "f16" in compiler.jobs[0].lowered.text
+    for one in ("mixed_float16", jnp.float16, jnp.dtype("float16")):
+        cost = report.cost("v5e", policies=one)
+        assert [row.policy for row in cost.rows] == ["mixed_float16"]
     policy = jmpr.Policy("mixed_bfloat16", rules={"tanh": "deny"})
     cost = report.cost("v5e", policies=[policy])
     assert cost.rows[0].policy == repr(policy)

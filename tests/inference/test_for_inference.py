@@ -1054,6 +1054,40 @@ def test_static_arguments_of_a_decorated_function():
     same_bits(serve(x, flags), apply(params, x, flags))
 
 
+def test_methods():
+    class Model:
+        factor = 2.0
+
+        @functools.partial(for_inference, policy=BF16, weights=1, state={2: 1})
+        def apply(self, w, state, x):
+            return x @ w * self.factor @ state, state.at[0].set(0.0)
+
+    model, w, x = Model(), layer_weights()["q"], inputs()
+    stored = model.apply.store(w, w, x)
+    assert dtypes(stored) == ["bfloat16", "bfloat16", "float32"]
+    want = jax.jit(mixed_precision(Model.apply.__wrapped__, BF16), static_argnums=0)
+    out, state = jax.jit(model.apply)(*stored)
+    same_bits(out, want(model, w, w, x)[0])
+    assert state.dtype == jnp.bfloat16
+    assert len(model.apply.report(*stored).stored) == 2
+    same_bits(Model.apply(model, *stored)[0], model.apply(*stored)[0])
+
+
+def test_a_method_of_an_object_that_holds_the_weights():
+    class Model(eqx.Module):
+        w: jax.Array
+
+        @functools.partial(for_inference, policy=BF16)
+        def apply(self, x):
+            return jnp.tanh(x @ self.w) @ self.w
+
+    model, x = Model(layer_weights()["q"]), inputs()
+    stored, _ = Model.apply.store(model, x)
+    assert stored.w.dtype == jnp.bfloat16
+    apply = jax.jit(lambda model, x: model.apply(x))
+    same_bits(apply(stored, x), apply(model, x))
+
+
 def test_a_state_by_name_behind_a_default():
     def decode(params, x=None, cache=None):
         x = jnp.ones((4, 8)) if x is None else x
