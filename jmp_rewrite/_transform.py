@@ -391,7 +391,7 @@ def undecorated(fun: Any) -> Decorated:
     if isinstance(given, Decorated) and given.wrapped is inner:
         return given._replace(args=args, named=named, jits=tuple(jits))
     static = _compat.static_arguments(fun) if _is_jitted(fun) else None
-    own = (_Jit(fun, static),) if jits else ()
+    own = (_Jit(fun, static),) if jits or hasattr(inner, "lower") else ()
     return Decorated(fun, fun, None, lambda args, kwargs: (args, kwargs), jits=own)
 
 

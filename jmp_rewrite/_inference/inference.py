@@ -133,8 +133,9 @@ class _Program(NamedTuple):
         return number in self.stored.why_not and number not in self.stored.unread
 
     def is_widened(self, leaf: int) -> bool:
-        """Whether an array comes in half, and is read in float32."""
-        return is_half(self.leaves[leaf].value) and self.is_read_full(leaf)
+        """Whether an array comes in half, where the program takes float32."""
+        is_full = self.first + leaf in self.stored.why_not
+        return is_full and is_half(self.leaves[leaf].value)
 
     @property
     def returned(self) -> list[Any]:
@@ -327,7 +328,9 @@ class Inference(Generic[P, R]):
         while own := {
             x.number
             for i, x in enumerate(program.leaves)
-            if program.is_widened(i) and x.path not in self._known
+            if is_half(x.value)
+            and program.is_read_full(i)
+            and x.path not in self._known
         }:
             try:
                 other = self._made(policy, pure, tree, hidden, stored - own, as_given)
