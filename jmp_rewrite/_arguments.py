@@ -279,3 +279,12 @@ def merged(args: Any) -> Any:
     from jmp_rewrite import _nnx  # it imports Flax
 
     return _nnx.merged(args)
+
+
+def mapped(fun: Callable[[Any], Any], tree: Any) -> Any:
+    """Maps the leaves of a tree; modules come out as new ones.
+
+    `tree_map` would make two of what such modules share.
+    """
+    with pure_call(fun, (tree,), {}) as (_, args, _, _):
+        return merged(tree_util.tree_map(fun, args))[0]

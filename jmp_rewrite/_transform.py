@@ -21,6 +21,7 @@ from jmp_rewrite import _collector, _compat, _keras
 from jmp_rewrite._arguments import (
     Static,
     call_of_arrays,
+    mapped,
     not_a_function,
     pure_call,
     wraps,
@@ -299,19 +300,28 @@ class Decorated(NamedTuple):
             args, named = jit.arrays(args, named)
         return args, named
 
+    @property
+    def jitted(self) -> Callable[..., Any] | None:
+        """The outermost `jax.jit` as a function of the arguments of `fun`, if any is.
+
+        It makes nothing of the arguments that are added behind it.
+        """
+        return self.jits[0].of_all if self.jits else None
+
 
 class _Jit(NamedTuple):
     """A `jax.jit`, which makes arrays of Python's and NumPy's numbers.
 
     Attributes:
-      numbers: positions of static arguments, among those that go through it.
-      names: names of static arguments.
+      fun: what it returned.
+      static: positions of static arguments, among those that go through it, and names;
+        None if it makes no arrays, as that of Equinox.
       inside: how many arguments are added behind it, in front of those.
       named: names of the arguments that are added behind it.
     """
 
-    numbers: tuple[int, ...]
-    names: tuple[str, ...]
+    fun: Callable[..., Any]
+    static: tuple[tuple[int, ...], tuple[str, ...]] | None
     inside: int = 0
     named: frozenset[str] = frozenset()
 
@@ -319,13 +329,21 @@ class _Jit(NamedTuple):
         self, args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns arguments with arrays for what goes through it and is not static."""
+        if self.static is None:
+            return args, dict(named)
+        numbers, names = self.static
         count = len(args) - self.inside
-        kept = {self.inside + (n if n >= 0 else n + count) for n in self.numbers}
+        kept = {self.inside + (n if n >= 0 else n + count) for n in numbers}
         kept.update(range(self.inside))
         return tuple(x if i in kept else _arrays(x) for i, x in enumerate(args)), {
-            name: x if name in self.named.union(self.names) else _arrays(x)
+            name: x if name in self.named.union(names) else _arrays(x)
             for name, x in named.items()
         }
+
+    def of_all(self, *args: Any, **named: Any) -> Any:
+        """Calls it with those of all arguments that go through it."""
+        named = {name: x for name, x in named.items() if name not in self.named}
+        return self.fun(*args[self.inside :], **named)
 
 
 def _arrays(tree: Any) -> Any:
@@ -335,7 +353,7 @@ def _arrays(tree: Any) -> Any:
         is_number = isinstance(x, (bool, int, float, complex, np.generic))
         return jnp.asarray(x) if is_number else x
 
-    return jax.tree.map(array, tree)
+    return mapped(array, tree)
 
 
 # What `jax.jit`, `equinox.filter_jit` and `flax.nnx.jit` return.
@@ -356,7 +374,7 @@ def undecorated(fun: Any) -> Decorated:
         first: tuple[Any, ...] = ()
         added: dict[str, Any] = {}
         if _is_jitted(inner):
-            jits += _jit_of(inner)
+            jits.append(_Jit(inner, _compat.static_arguments(inner)))
             inner = inner.__wrapped__
         elif isinstance(inner, MethodType):
             inner, first = inner.__func__, (inner.__self__,)
@@ -372,18 +390,13 @@ def undecorated(fun: Any) -> Decorated:
     given = getattr(inner, "decorated", None)
     if isinstance(given, Decorated) and given.wrapped is inner:
         return given._replace(args=args, named=named, jits=tuple(jits))
-    own = tuple(_jit_of(fun)) if _is_jitted(fun) else ()
+    static = _compat.static_arguments(fun) if _is_jitted(fun) else None
+    own = (_Jit(fun, static),) if jits or hasattr(inner, "lower") else ()
     return Decorated(fun, fun, None, lambda args, kwargs: (args, kwargs), jits=own)
 
 
 def _is_jitted(fun: Any) -> bool:
     return type(fun).__name__ in _JITTED and hasattr(fun, "__wrapped__")
-
-
-def _jit_of(fun: Any) -> list[_Jit]:
-    """Returns what a jitted function does to numbers; nothing if it is Equinox'."""
-    static = _compat.static_arguments(fun)
-    return [] if static is None else [_Jit(*static)]
 
 
 def _decorate(policy: PolicyLike, numbers: Any, names: Any, fun: Any) -> Any:

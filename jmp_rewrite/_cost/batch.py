@@ -12,7 +12,12 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
-from jmp_rewrite._cost.batch_arguments import batch_arguments, present, with_batch
+from jmp_rewrite._cost.batch_arguments import (
+    Place,
+    batch_arguments,
+    present,
+    with_batch,
+)
 from jmp_rewrite._cost.compile import Job, compile_jobs
 from jmp_rewrite._cost.devices import Target
 from jmp_rewrite._cost.estimate import Estimate, estimate
@@ -84,8 +89,8 @@ def largest_batch(
     name_of: Callable[[Policy], str],
 ) -> LargestBatch:
     """Searches for all devices and policies at once; see `Cost.largest_batch`."""
-    numbers = batch_arguments(subject, axis, argnums)
-    size, unit = present(subject, numbers, axis)
+    places = batch_arguments(subject, axis, argnums)
+    size, unit = present(subject, places, axis)
     searches = {
         (t, p): _search(size, unit, t.memory * _USABLE)
         for t in targets
@@ -96,7 +101,7 @@ def largest_batch(
     resized: dict[int, Subject] = {}
     while asked:
         pairs = list(asked)
-        answers = _ask(subject, numbers, axis, asked, resized, time_limit)
+        answers = _ask(subject, places, axis, asked, resized, time_limit)
         for pair, answer in zip(pairs, answers, strict=True):
             try:
                 asked[pair] = searches[pair].send(answer)
@@ -118,7 +123,7 @@ class _Found(NamedTuple):
 
 def _ask(
     subject: Subject,
-    numbers: Sequence[int],
+    places: Sequence[Place],
     axis: int,
     asked: dict[tuple[Target, Policy], int],
     resized: dict[int, Subject],
@@ -130,7 +135,7 @@ def _ask(
     for index, ((on, policy), size) in enumerate(asked.items()):
         try:
             if size not in resized:
-                resized[size] = with_batch(subject, numbers, axis, size)
+                resized[size] = with_batch(subject, places, axis, size)
             program = resized[size].program(policy)
         except Exception as error:  # the function's own: it may want other batches
             line = str(error).strip().splitlines() or [""]

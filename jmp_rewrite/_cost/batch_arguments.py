@@ -9,18 +9,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
 
 from jmp_rewrite._cost.subject import Subject
 
+# A positional argument's number, or the name of another.
+Place = int | str
+
 
 def batch_arguments(
     subject: Subject, axis: int, argnums: int | Sequence[int] | None
-) -> list[int]:
-    """Returns the positions of the arguments that are the batch.
+) -> list[Place]:
+    """Returns the places of the arguments that are the batch.
 
     Raises:
-      TypeError: if the axis is no integer.
+      TypeError: if the axis or an argument's number is no integer.
       ValueError: if that is not clear, the axis is negative, or `argnums` are no
         arguments.
     """
@@ -28,7 +32,7 @@ def batch_arguments(
         raise ValueError(f"axis expected 0 or more, got {axis}.")
     args = subject.call.args
     if argnums is not None:
-        given = [argnums] if isinstance(argnums, int) else list(argnums)
+        given = [operator.index(n) for n in np.ravel(np.asarray(argnums))]
         wrong = [n for n in given if not -len(args) <= n < len(args)]
         if wrong or not given:
             raise ValueError(
@@ -37,11 +41,11 @@ def batch_arguments(
             )
         return [n % len(args) for n in given]
     sizes = collections.defaultdict(list)
-    for number, argument in enumerate(args):
+    for place, argument in _arguments(subject).items():
         own = {s for x in _arrays(argument) if (s := _size(x, axis)) is not None}
         whole = all(_size(x, axis) is not None for x in _arrays(argument))
         if len(own) == 1 and whole and not _comes_back(subject, argument):
-            sizes[own.pop()].append(number)
+            sizes[own.pop()].append(place)
     if len(sizes) != 1:
         raise ValueError(
             f"largest_batch cannot tell which arguments of {subject.name} are the "
@@ -50,10 +54,15 @@ def batch_arguments(
     return next(iter(sizes.values()))
 
 
-def _candidates(sizes: dict[int, list[int]], axis: int) -> str:
+def _arguments(subject: Subject) -> dict[Place, Any]:
+    found: dict[Place, Any] = dict(enumerate(subject.call.args))
+    return found | subject.call.kwargs
+
+
+def _candidates(sizes: dict[int, list[Place]], axis: int) -> str:
     if not sizes:
         return f"no argument's arrays all have one size along axis {axis}."
-    found = (f"{numbers} of size {size}" for size, numbers in sorted(sizes.items()))
+    found = (f"{places} of size {size}" for size, places in sorted(sizes.items()))
     return f"it might be {' or '.join(found)} along axis {axis}."
 
 
@@ -83,18 +92,19 @@ def _parts(results: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def present(subject: Subject, numbers: Sequence[int], axis: int) -> tuple[int, int]:
+def present(subject: Subject, places: Sequence[Place], axis: int) -> tuple[int, int]:
     """Returns the batch of the call, and over how many devices it is spread.
 
     Raises:
       ValueError: if the arguments' arrays have no such axis.
     """
-    arrays = [x for n in numbers for x in _arrays(subject.call.args[n])]
+    arguments = _arguments(subject)
+    arrays = [x for place in places for x in _arrays(arguments[place])]
     sizes = [s for x in arrays if (s := _size(x, axis)) is not None]
     if not sizes:
         raise ValueError(
             f"largest_batch expected arrays with an axis {axis} in the arguments "
-            f"{list(numbers)} of {subject.name}."
+            f"{list(places)} of {subject.name}."
         )
     size = sizes[0]
     parts = [
@@ -106,11 +116,11 @@ def present(subject: Subject, numbers: Sequence[int], axis: int) -> tuple[int, i
 
 
 def with_batch(
-    subject: Subject, numbers: Sequence[int], axis: int, size: int
+    subject: Subject, places: Sequence[Place], axis: int, size: int
 ) -> Subject:
     """Explains the call again with another batch."""
     call = subject.call
-    before = present(subject, numbers, axis)[0]
+    before = present(subject, places, axis)[0]
 
     def resized(x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct) or _size(x, axis) != before:
@@ -119,7 +129,8 @@ def with_batch(
         shape[axis] = size
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding)
 
-    args = list(call.args)
-    for number in numbers:
-        args[number] = tree_util.tree_map(resized, args[number])
-    return call.again(*args, **call.kwargs)
+    args, kwargs = dict(enumerate(call.args)), dict(call.kwargs)
+    for place in places:
+        among: dict[Any, Any] = kwargs if isinstance(place, str) else args
+        among[place] = tree_util.tree_map(resized, among[place])
+    return call.again(*args.values(), **kwargs)

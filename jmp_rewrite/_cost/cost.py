@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jmp_rewrite._cost import html, plot, text
@@ -18,7 +18,7 @@ from jmp_rewrite._cost.compile import Job, compile_jobs
 from jmp_rewrite._cost.devices import Target, compiler, target
 from jmp_rewrite._cost.estimate import Estimate, estimate
 from jmp_rewrite._cost.largest import largest_values
-from jmp_rewrite._cost.program import lower
+from jmp_rewrite._cost.program import Program, lower
 from jmp_rewrite._cost.progress import progress
 from jmp_rewrite._cost.subject import Subject
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
@@ -104,9 +104,9 @@ class Cost:
 
         Args:
           axis: the axis of the batch's arrays along which examples are counted.
-          argnums: which positional arguments are the batch. None for those whose arrays
-            all have the same size along the axis, and which the function does not
-            return a new value of.
+          argnums: which positional arguments are the batch, also where the call named
+            them. None for those whose arrays all have the same size along the axis, and
+            which the function does not return a new value of.
 
         Returns:
           A row for each device and policy: the largest batch that was seen to fit, and
@@ -159,7 +159,7 @@ class Cost:
 def cost(
     subject: Subject,
     devices: Sequence[str],
-    policies: Sequence[PolicyLike] | None = None,
+    policies: PolicyLike | Sequence[PolicyLike] = None,
     time_limit: float = TIME_LIMIT,
 ) -> Cost:
     """Compiles a program for devices under policies, and says what it costs there.
@@ -191,13 +191,14 @@ def cost(
     targets = [target(name) for name in dict.fromkeys(devices)]
     compilers = {t.platform: compiler(t.platform) for t in targets}
     chosen = _policies(subject, policies)
+    programs = {p: subject.program(p) for p in chosen}
     pairs = [(t, p) for t in targets for p in chosen]
-    jobs = [Job(t, lower(subject.program(p), t)) for t, p in pairs]
+    jobs = [Job(t, lower(programs[p], t)) for t, p in pairs]
     titles = [f"{t.name}, {p.name}" for t, p in pairs]
     with progress(titles, "compiling for") as done:
         compiled = compile_jobs(jobs, time_limit, done)
     estimates = [
-        _with_values(estimate(c, t), subject, p)
+        _with_values(estimate(c, t), programs[p])
         for c, (t, p) in zip(compiled, pairs, strict=True)
     ]
     rows = [
@@ -207,23 +208,24 @@ def cost(
     return Cost(subject.name, rows, estimates, subject, targets, chosen, time_limit)
 
 
-def _policies(subject: Subject, given: Sequence[PolicyLike] | None) -> list[Policy]:
+def _policies(
+    subject: Subject, given: PolicyLike | Sequence[PolicyLike]
+) -> list[Policy]:
     if given is None:
         return list(dict.fromkeys([Policy("float32"), subject.policy]))
-    if isinstance(given, (str, Policy)):  # one, without a list around it
-        return [Policy(given) if isinstance(given, str) else given]
+    if isinstance(given, str) or not isinstance(given, Iterable):  # one, bare
+        return [as_policy(given)]
     chosen = list(dict.fromkeys(as_policy(p) for p in given))
     if not chosen:
         raise ValueError("policies expected at least one policy, or None.")
     return chosen
 
 
-def _with_values(found: Estimate, subject: Subject, policy: Policy) -> Estimate:
+def _with_values(found: Estimate, program: Program) -> Estimate:
     """Adds the largest values of the program, where no compiled text names any."""
     if found.fits is not False or found.largest:
         return found
-    values = largest_values(subject.program(policy).closed)
-    return dataclasses.replace(found, largest=values)
+    return dataclasses.replace(found, largest=largest_values(program.closed))
 
 
 def _row(on: Target, policy: Policy, found: Estimate, by: str) -> CostRow:

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jmp_rewrite._cost import trips
+
 WIDTH = {
     "pred": 1,
     "c64": 8,
@@ -57,8 +59,8 @@ COLLECTIVES = frozenset(
     }
 )
 
-# What stands between the parentheses of these may be a number.
-NUMBERED = frozenset({"constant", "parameter"})
+# What stands between the parentheses of these is no operand.
+LITERAL = frozenset({"constant", "parameter"})
 
 # These change a part of their first operand in place; the part is this operand.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -136,11 +138,16 @@ class Instruction:
     operands: list[str]
     attributes: str
     root: bool
-    number: int = -1  # of a parameter; the value of an integer constant
+    literal: str = ""  # a parameter's number, a constant's value
+
+    @property
+    def number(self) -> int:
+        """The number of a parameter."""
+        return int(self.literal)
 
     @functools.cached_property
     def called(self) -> list[str]:
-        """The computations that it names, of a loop the body first."""
+        """The computations that it names, in the order of the text."""
         names = _CALLED.findall(self.attributes)
         for many in _CALLED_MANY.findall(self.attributes):
             names += [n.strip().lstrip("%") for n in many.split(",")]
@@ -212,29 +219,19 @@ class Module:
     def trips(self, i: Instruction) -> int:
         """How often a loop runs its body; 1 where that is not known.
 
-        The compiler for GPUs writes it down. Of the compiler for TPUs the condition is
-        read: a counter, which `lax.scan` starts at 0, is compared with a constant.
+        The compiler for GPUs writes it down where it knows it; else it is counted.
         """
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
-        if known:
-            return int(known[1])
-        condition = re.search(r"condition=%?([\w.\-]+)", i.attributes)
-        if i.opcode != "while" or condition is None:
+        if i.opcode != "while":
             return 1
-        inside = self.computations[condition[1]]
-        root = next(x for x in inside.values() if x.root)
-        if root.opcode == "fusion" and root.fused in self.computations:
-            outside, operands = inside, root.operands
-            inside = dict(self.computations[root.fused])
-            for name, x in inside.items():
-                if x.opcode == "parameter":
-                    inside[name] = outside[operands[x.number]]
-            root = next(x for x in inside.values() if x.root)
-        if root.opcode != "compare" or "direction=LT" not in root.attributes:
-            return 1
-        counter, limit = (inside[o] for o in root.operands)
-        counts = counter.opcode == "get-tuple-element" and limit.opcode == "constant"
-        return max(limit.number, 1) if counts else 1
+        if i.name not in self._trips:
+            known = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
+            counted = trips.count(self.computations, self._homes[i.name], i)
+            self._trips[i.name] = max(int(known[1]) if known else counted or 1, 1)
+        return self._trips[i.name]
+
+    @functools.cached_property
+    def _trips(self) -> dict[str, int]:
+        return {}
 
     def written(self, i: Instruction) -> list[Array]:
         """What a kernel writes: of an update in place the updates alone.
@@ -466,7 +463,7 @@ def _instruction(line: str) -> Instruction | None:
         _NAME.findall(inside),
         rest[closing + 1 :],
         bool(head[1]),
-        int(inside) if opcode in NUMBERED and inside.isdecimal() else -1,
+        inside if opcode in LITERAL else "",
     )
 
 

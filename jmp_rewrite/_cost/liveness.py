@@ -8,6 +8,7 @@ apart), nor what a TPU keeps on its chip.
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 from jmp_rewrite._cost.hlo import (
@@ -46,17 +47,18 @@ def peak(module: Module, computation: str | None = None) -> Peak:
     for time, i in enumerate(body):
         for owner in _read(i, owners, body):
             last[owner] = time
-    kept = {o for i in body if i.root for o in _read(i, owners, body)}
-    best = Peak(0, [], "")
+    kept = {o for i in body if i.root for o in owners[i.name]}
+    best = _NOTHING
     alive: dict[tuple[str, int], Buffer] = {}
     for time, i in enumerate(body):
-        inner = [peak(module, c) for c in i.called] if i.opcode in _RUNS else []
+        runs = i.called if i.opcode in _RUNS else []  # one of them at a time
+        inner = max((peak(module, c) for c in runs), key=_bytes, default=_NOTHING)
         for n, array in enumerate(i.arrays):
             key = (i.name, n)
             if key in owners[i.name] and key not in kept and not array.on_chip:
                 if i.opcode not in ("parameter", "constant"):
                     alive[key] = Buffer(array, i)
-        held = list(alive.values()) + [b for p in inner[:1] for b in p.buffers]
+        held = [*alive.values(), *inner.buffers]
         size = sum(b.array.padded for b in held)
         if size > best.bytes:
             best = Peak(size, held, i.name)
@@ -66,6 +68,8 @@ def peak(module: Module, computation: str | None = None) -> Peak:
 
 
 _RUNS = ("while", "call", "conditional")
+_NOTHING = Peak(0, [], "")
+_bytes = operator.attrgetter("bytes")
 
 
 def _owners(

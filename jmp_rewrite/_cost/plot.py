@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jmp_rewrite._cost import figure as figures
 from jmp_rewrite._cost import text
 
 if TYPE_CHECKING:
@@ -25,18 +26,13 @@ def plot(cost: Any) -> Figure:
     Raises:
       ImportError: if matplotlib is missing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "cost.plot() needs matplotlib: pip install 'jmp_rewrite[report]'"
-        ) from None
     pairs = [
         (row, first)
         for row, first in zip(cost.rows, text.firsts(cost.rows), strict=True)
         if row is not first
     ] or [(row, row) for row in cost.rows]
-    figure = Figure(figsize=(8, 1.6 + 0.8 * len(pairs)), dpi=120)
+    size = 8, 1.6 + 0.8 * len(pairs)
+    figure = figures.new("cost.plot()", figsize=size, dpi=120)
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
     height = 0.8 / len(_FIGURES)

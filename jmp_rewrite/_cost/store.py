@@ -55,7 +55,7 @@ def load(name: str) -> Compiled | None:
         with gzip.open(path.with_suffix(".gz"), "rt") as file:
             text = file.read()
         os.utime(path.with_suffix(".gz"))
-    except (OSError, EOFError, ValueError):
+    except Exception:  # whatever is wrong with an entry, it is not there
         return None
     return Compiled(text, answer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax
 from jax import tree_util
 
 from jmp_rewrite import _compat, _rewrite
+from jmp_rewrite._arguments import mapped
 from jmp_rewrite._cost.program import Program
 from jmp_rewrite._policy import Policy
 
@@ -20,19 +22,20 @@ class Call(NamedTuple):
     """A call of a function, with types in place of arrays.
 
     Attributes:
-      fun: the function as it was given, `jax.jit` around it or not.
       args: positional arguments.
       kwargs: arguments by name.
       results: the result, with types in place of arrays.
       shardings: of each parameter of the traced program; None if on one device.
+      jitted: traces the same call of the `jax.jit` around the function, with the same
+        parameters; None if there is none.
       again: makes a subject of another call.
     """
 
-    fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: Any
     shardings: Sequence[Any]
+    jitted: Callable[[], _rewrite.Traced | None]
     again: Callable[..., Subject]
 
 
@@ -41,12 +44,29 @@ def call_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     traced: _rewrite.Traced,
+    jitted: Callable[[], _rewrite.Traced | None],
     again: Callable[..., Subject],
 ) -> Call:
     """Keeps a call that was traced, and none of its arrays."""
-    args, kwargs = tree_util.tree_map(_type, (args, kwargs))
+    args, kwargs = types_of(_by_position(fun, args, kwargs))
     shardings = [_sharding(x) for x in traced.arrays]
-    return Call(fun, args, kwargs, traced.results, shardings, again)
+    return Call(args, kwargs, traced.results, shardings, jitted, again)
+
+
+def _by_position(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with the arguments that have positions at them."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # a function of C, or of another signature
+        return args, kwargs
+    return bound.args, bound.kwargs
+
+
+def types_of(tree: Any) -> Any:
+    """Returns a tree with types in place of arrays."""
+    return mapped(_type, tree)
 
 
 def _type(x: Any) -> Any:
@@ -99,20 +119,15 @@ class Subject:
         count = len(self.call.shardings)
         results = len(tree_util.tree_leaves(self.call.results))
         nothing = [False] * count, [None] * count, [None] * results
-        fun = self.call.fun
-        while isinstance(fun, functools.partial):
-            fun = fun.func
-        if not hasattr(fun, "lower"):
-            return nothing
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            traced = _rewrite.trace_types(
-                self.call.fun, self.call.args, self.call.kwargs
-            )
-        found = _placement(traced.closed)
+            traced = self.call.jitted()
+        found = _placement(traced.closed) if traced else None
         if found is None:
             return nothing
         donated, given, returned = found
+        ahead = count - len(donated)  # a module whose method was decorated
+        donated, given = [False] * ahead + donated, [None] * ahead + given
         # `jit` returns Python numbers as arrays, and they are none here.
         is_same = len(returned) == results
         return donated, given, returned if is_same else [None] * results

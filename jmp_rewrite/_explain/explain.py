@@ -63,16 +63,22 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
     @functools.wraps(fun, updated=())
     def explained(*args: P.args, **kwargs: P.kwargs) -> Report:
         chosen = as_policy(fixed or inner.policy)
-        given = inner.received(args, kwargs)
-        traced = _rewrite.trace_types(inner.fun, *given, inner.hide, chosen)
+        given, named = inner.hide(*inner.received(args, kwargs))
+        traced = _rewrite.trace_types(inner.fun, given, named, policy=chosen)
         _check_sizes(traced)
-        return _report(inner.fun, traced, chosen, call(args, kwargs, traced))
+        given, named = _cost.types_of((given, named))
 
-    def call(args: Any, kwargs: Any, traced: _rewrite.Traced) -> _cost.Call:
-        def again(*args: Any, **kwargs: Any) -> _cost.Subject:
-            return explained(*args, **kwargs).subject
+        def under(policy: Policy) -> _rewrite.Traced:
+            return _rewrite.trace_types(inner.fun, given, named, policy=policy)
 
-        return _cost.call_of(fun, args, kwargs, traced, again)
+        def jitted() -> _rewrite.Traced | None:
+            return inner.jitted and _rewrite.trace_types(inner.jitted, given, named)
+
+        call = _cost.call_of(fun, args, kwargs, traced, jitted, again)
+        return _report(inner.fun, traced, chosen, call, under)
+
+    def again(*args: Any, **kwargs: Any) -> _cost.Subject:
+        return explained(*args, **kwargs).subject
 
     return explained
 
@@ -89,7 +95,11 @@ def _check_sizes(traced: _rewrite.Traced) -> None:
 
 
 def _report(
-    fun: Any, traced: _rewrite.Traced, policy: Policy, call: _cost.Call
+    fun: Any,
+    traced: _rewrite.Traced,
+    policy: Policy,
+    call: _cost.Call,
+    under: Callable[[Policy], _rewrite.Traced],
 ) -> Report:
     graph, plan, unused = _rewrite.decide_quietly(traced, policy)
     return Report(
@@ -104,5 +114,6 @@ def _report(
             unused_scopes=unused,
             weights=len(tree_util.tree_leaves(traced.arguments[0][:1])),
             call=call,
+            under=under,
         )
     )

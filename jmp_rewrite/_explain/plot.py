@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jmp_rewrite._explain import figure as figures
+from jmp_rewrite._cost import figure as figures
 from jmp_rewrite._explain.summary import Scope
 from jmp_rewrite._units import bytes_text, count_text
 

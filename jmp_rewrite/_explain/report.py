@@ -6,10 +6,10 @@ import functools
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from jax.extend import core as jex
 
 from jmp_rewrite import _compat, _cost, _passes, _rewrite
@@ -55,6 +55,7 @@ class Decision(NamedTuple):
       unused_scopes: patterns of the policy that matched nothing.
       weights: how many arrays the first argument has.
       call: that was explained, with types in place of arrays.
+      under: traces the same call under another policy: a function may ask for it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Decision(NamedTuple):
     unused_scopes: Sequence[str]
     weights: int
     call: _cost.Call
+    under: Callable[[Policy], _rewrite.Traced]
 
 
 class LeftAlone(NamedTuple):
@@ -260,7 +262,7 @@ class Report:
     def cost(
         self,
         *devices: str,
-        policies: Sequence[PolicyLike] | None = None,
+        policies: PolicyLike | Sequence[PolicyLike] = None,
         time_limit: float = _cost.TIME_LIMIT,
     ) -> _cost.Cost:
         """Says what the function costs on devices that you need not hold.
@@ -280,7 +282,7 @@ class Report:
           *devices: their names: "TPU v2", ..., "TPU v6e", "TPU7x", "NVIDIA T4", "NVIDIA
             L4", "NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA B200"; also as
             people write them, "v5e" or "h100".
-          policies: to compare; None for float32 and the report's own.
+          policies: to compare, or one; None for float32 and the report's own.
           time_limit: seconds for each compilation.
 
         Returns:
@@ -308,12 +310,11 @@ class Report:
         """Returns the program as a policy rewrites it, a closed jaxpr."""
         if policy == self.policy:
             return self.jaxpr
-        decision = self._decision
-        if policy.compute_dtype == np.float32:
-            return decision.closed
-        paths = decision.arguments, decision.results
-        plan = _rewrite.decide(decision.closed, policy, *paths)
-        return provenance.emit(plan, self._choice).closed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were heard when it was explained
+            traced = self._decision.under(policy)
+        _, plan, _ = _rewrite.decide_quietly(traced, policy)
+        return provenance.emit(plan, self._choice).closed if plan else traced.closed
 
     # ---- words
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -112,6 +113,7 @@ class _Program(NamedTuple):
       stored: the program, with what is stored in half.
       leaves: the arrays of the call.
       first: the number of the first array among the program's arguments.
+      kept: number of a result -> of the array whose place it takes in the next call.
     """
 
     traced: _rewrite.Traced
@@ -119,6 +121,7 @@ class _Program(NamedTuple):
     stored: Stored
     leaves: list[Leaf]
     first: int
+    kept: dict[int, int]
 
     def is_stored(self, leaf: int) -> bool:
         """Whether an array of the call is stored in half."""
@@ -129,11 +132,23 @@ class _Program(NamedTuple):
         number = self.first + leaf
         return number in self.stored.why_not and number not in self.stored.unread
 
+    def is_widened(self, leaf: int) -> bool:
+        """Whether an array comes in half, where the program takes float32."""
+        is_full = self.first + leaf in self.stored.why_not
+        return is_full and is_half(self.leaves[leaf].value)
+
+    @property
+    def returned(self) -> list[Any]:
+        """The dtypes of the results that take no array's place."""
+        avals = self.traced.closed.out_avals
+        return [a.dtype for i, a in enumerate(avals) if i not in self.kept]
+
 
 class Inference(Generic[P, R]):
     """What `for_inference` returns: a function, with `store` and `report`."""
 
     def __init__(self, fun: Any, policy: PolicyLike, weights: Any, state: Any) -> None:
+        self._given = fun, policy
         inner = _transform.undecorated(fun)
         plain, own = inner.bound, inner.policy
         check_kind(plain, "for_inference")
@@ -141,6 +156,7 @@ class Inference(Generic[P, R]):
         given = None if policy is None else as_policy(policy)
         self._policy = given if own is None else own  # an inner policy decides inside
         self._numbers = Numbers.of(plain, weights, state)
+        self._known: set[str] = set()  # paths of what was stored
         wraps(plain, self)  # type: ignore[arg-type]
         # So that `explain` and `diagnose` know the policy.
         self.decorated = _transform.Decorated(
@@ -153,7 +169,6 @@ class Inference(Generic[P, R]):
         given, named = self._bound(args, kwargs)
         if policy.compute_dtype == FLOAT32:
             self._leaves(policy, hide((given, named)), 0)
-            args, kwargs = show((given, named))
             return _transform.mixed_precision(self._fun, policy)(*args, **kwargs)
         with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, finish):
             tree = hide((pargs, pkwargs))
@@ -162,6 +177,17 @@ class Inference(Generic[P, R]):
             with jax.named_scope(REWRITTEN):
                 results = _run(program)
             return finish(program.traced.rebuild(results))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds it as a method is bound; `weights` and `state` count the object."""
+        weights, state = self._numbers
+        if instance is None:
+            return self
+        if 0 in (*weights, *state):  # the object's own: Class.method.store(object, ...)
+            return MethodType(self, instance)
+        fun, policy = self._given
+        behind = [n - 1 for n in weights], {n - 1: r for n, r in state.items()}
+        return Inference(MethodType(fun, instance), policy, *behind)
 
     def store(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
         """Returns the arguments, with weights and state in half where possible.
@@ -181,9 +207,12 @@ class Inference(Generic[P, R]):
             hidden = len(pargs) - len(given)
             if policy.compute_dtype == FLOAT32:
                 self._leaves(policy, tree, hidden)
-                return tuple(show(given))
+                return tuple(merged(show(tree[0])))[hidden:]
             program = self._program(policy, pure, tree, hidden)
             half = program.plan.half
+            self._known.update(
+                x.path for i, x in enumerate(program.leaves) if program.is_stored(i)
+            )
             stored = [
                 _in_half(x.value, half) if program.is_stored(i) else x.value
                 for i, x in enumerate(program.leaves)
@@ -282,8 +311,10 @@ class Inference(Generic[P, R]):
     ) -> _Program:
         """Traces a call with its weights and state in float32, and stores them.
 
-        What is half already has been stored; but not in an argument that holds half
-        arrays which are read unrounded. These are the function's own.
+        What is half already has been stored, and is widened where this call reads it
+        unrounded: another shape may ask for that. But an argument's half arrays are the
+        function's own if it reads one unrounded that `store` has not made, and returns
+        other dtypes where it is given them as they are.
 
         Args:
           policy: of the function.
@@ -293,16 +324,22 @@ class Inference(Generic[P, R]):
           as_given: whether to leave in float32 what comes in float32.
         """
         stored = {x.number for x in self._leaves(policy, tree, hidden)}
-        while True:
-            program = self._made(policy, pure, tree, hidden, stored, as_given)
-            own = {
-                x.number
-                for i, x in enumerate(program.leaves)
-                if x.number in stored and is_half(x.value) and program.is_read_full(i)
-            }
-            if not own:
-                return program
-            stored -= own
+        program = self._made(policy, pure, tree, hidden, stored, as_given)
+        while own := {
+            x.number
+            for i, x in enumerate(program.leaves)
+            if is_half(x.value)
+            and program.is_read_full(i)
+            and x.path not in self._known
+        }:
+            try:
+                other = self._made(policy, pure, tree, hidden, stored - own, as_given)
+            except (TypeError, ValueError):  # it does not take them as they are
+                break
+            if other.returned == program.returned:
+                break
+            stored, program = stored - own, other
+        return program
 
     def _made(
         self,
@@ -334,7 +371,7 @@ class Inference(Generic[P, R]):
             {r: first + i for r, i in kept.items()},
         )
         result = store(_rewrite.emitted(plan), plan.half, storage)
-        return _Program(traced, plan, result, leaves, first)
+        return _Program(traced, plan, result, leaves, first, kept)
 
     def _kept(self, traced: _rewrite.Traced, hidden: int) -> dict[int, int]:
         """Returns for each result that takes a place in the next call the leaf's."""
@@ -369,11 +406,19 @@ class Inference(Generic[P, R]):
 
 
 def _run(program: _Program) -> list[Any]:
-    """Runs a program on its arrays; what is stored comes in half, and so returns."""
+    """Runs a program on its arrays; what comes in half so returns."""
     finished = _rewrite.finished(program.plan, program.stored.closed)
     consts = _compat.constants(program.traced.closed)
-    arrays = [x.value for x in program.leaves]
-    return _compat.evaluate(finished.closed, [*consts, *arrays])
+    arrays = [
+        _in_float32(x.value) if program.is_widened(i) else x.value
+        for i, x in enumerate(program.leaves)
+    ]
+    results = _compat.evaluate(finished.closed, [*consts, *arrays])
+    half = program.plan.half
+    return [
+        _in_half(x, half) if program.is_widened(program.kept.get(i, -1)) else x
+        for i, x in enumerate(results)
+    ]
 
 
 def _in_half(x: Any, half: np.dtype) -> Any:
@@ -412,7 +457,7 @@ def _rows(program: _Program) -> list[_report.Leaf]:
     for i, leaf in enumerate(program.leaves):
         if leaf.kind is None:
             continue
-        is_stored = program.is_stored(i)
+        is_stored = program.is_stored(i) or program.is_widened(i)
         dtype = program.plan.half if is_stored else leaf.value.dtype
         rows.append(_row(leaf, dtype, reasons.of(i), is_stored))
     return rows
@@ -465,6 +510,8 @@ class _Reasons:
         why = (self._why.get(key) or "").removeprefix("full: ")
         said = f"{eqn.primitive.name} reads it unrounded at {where(eqn)}"
         said += f" ({why})" if why else ""
+        if self._program.is_widened(leaf):
+            return f"stored for another call; here {said}"
         if leaf in self._tables:
             said += '; a scope "half" that names it would store it in half'
         return said

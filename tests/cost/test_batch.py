@@ -4,6 +4,7 @@ import importlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from described import arguments, step
 from hypothesis import given
@@ -88,8 +89,8 @@ def test_a_problem_ends_the_search():
 # ---- which arguments
 
 
-def subject(fun, *args):
-    return jmpr.explain(fun, "float32")(*args).subject
+def subject(fun, *args, **kwargs):
+    return jmpr.explain(fun, "float32")(*args, **kwargs).subject
 
 
 def array(*shape):
@@ -109,6 +110,26 @@ def test_the_batch_is_what_has_one_size_and_is_no_state(uses_nnx):
     assert batch.batch_arguments(found, 0, None) == [1, 2]
     assert batch.batch_arguments(found, 0, 1) == [1]
     assert batch.batch_arguments(found, 0, -2) == [2]
+    assert batch.batch_arguments(found, 0, np.int64(1)) == [1]
+    with pytest.raises(TypeError, match="float"):
+        batch.batch_arguments(found, 0, 1.5)
+
+
+def test_a_batch_that_is_given_by_name():
+    def fun(table, x, *, y):
+        return x @ table + y
+
+    for rows in (32, 16):  # with a table of as many rows nobody could tell by sizes
+        found = subject(fun, array(16, 4), y=array(rows, 1), x=array(rows, 16))
+        assert batch.batch_arguments(found, 0, 1) == [1]
+    found = subject(fun, array(16, 4), y=array(32, 1), x=array(32, 16))
+    with pytest.raises(ValueError, match=r"\[0\] of size 16 or \[1, 'y'\] of size 32"):
+        batch.batch_arguments(found, 0, None)
+    assert batch.present(found, [1, "y"], 0) == (32, 1)
+    larger = batch.with_batch(found, [1, "y"], 0, 64)
+    assert larger.call.args[0].shape == (16, 4)
+    assert larger.call.args[1].shape == (64, 16)
+    assert larger.call.kwargs["y"].shape == (64, 1)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,9 @@ def test_a_broken_file_is_compiled_again(own_cache):
     assert store.load("a") == store.Compiled("text", {"n": 1})
     (own_cache / "a.gz").write_bytes(gzip.compress(b"text")[:-6])
     assert store.load("a") is None
+    packed = gzip.compress(b"text" * 100)
+    (own_cache / "a.gz").write_bytes(packed[:12] + b"\xff" * 8 + packed[20:])
+    assert store.load("a") is None
     (own_cache / "b.json").write_text(json.dumps({}))
     assert store.load("b") is None
 

@@ -67,6 +67,9 @@ def test_policies(report, compiler):
     cost = report.cost("v5e", policies=["mixed_float16", "float32", "mixed_float16"])
     assert [row.policy for row in cost.rows] == ["mixed_float16", "float32"]
     assert "f16" in compiler.jobs[0].lowered.text
+    for one in ("mixed_float16", jnp.float16, jnp.dtype("float16")):
+        cost = report.cost("v5e", policies=one)
+        assert [row.policy for row in cost.rows] == ["mixed_float16"]
     policy = jmpr.Policy("mixed_bfloat16", rules={"tanh": "deny"})
     cost = report.cost("v5e", policies=[policy])
     assert cost.rows[0].policy == repr(policy)
@@ -123,6 +126,7 @@ def test_html_and_picture(report, compiler, tmp_path):
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert widths[:2] == [0.5, 0.5]  # temporary memory on both
     figure.savefig(tmp_path / "cost.png")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # a notebook shows it
 
 
 def test_a_plot_needs_matplotlib(report, compiler, monkeypatch):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_rewrite._cost import hlo
+from jmp_rewrite._cost import hlo, liveness
 
 # As XLA:TPU writes it: no trip count, and a condition that may be a fusion.
 LOOP = """HloModule jit_f
@@ -48,12 +48,63 @@ ENTRY %main (z: f32[4]) -> f32[4] {
     [
         ("%less = pred[] compare(%j, %limit), direction=LT", 256),
         ("%less = pred[] fusion(%j), kind=kLoop, calls=%fused", 256),
-        ("%less = pred[] compare(%j, %limit), direction=GT", 1),
+        ("%less = pred[] compare(%j, %limit), direction=LE", 257),
     ],
 )
 def test_iterations_of_a_tpu_loop(condition, trips):
     module = hlo.parse(LOOP.replace("CONDITION", condition))
     assert module.cycles() == trips * 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "trips"),
+    [
+        ({"%zero = s32[] constant(0)": "%zero = s32[] constant(250)"}, 6),
+        ({"constant(1)": "constant(100)"}, 3),
+        ({"constant(0)": "constant(1)", "add(%i, %one)": "multiply(%i, %i)"}, 1),
+        ({"constant(0)": "constant(1)", "add(%i, %one)": "add(%i, %i)"}, 8),
+        ({"LT": "GT", "constant(0)": "constant(300)", "add": "subtract"}, 44),
+        ({"constant(1)": "constant(-1)", "LT": "GT", "constant(0)": "constant(9)"}, 1),
+        ({"s32": "f32", "(1)": "(0.1)", "(256)": "(1000)"}, 10001),  # as float32 adds
+        # What nobody knows:
+        ({"add(%i, %one)": "add(%i, %i)"}, 1),  # it never ends
+        ({"add(%i, %one)": "negate(%i)"}, 1),
+        ({"%one = s32[] constant(1)": "%one = s32[] fft(%x)"}, 1),
+        ({"tuple(%zero, %z)": "tuple(%made, %z)"}, 1),
+        ({"tuple(%next, %y)": "tuple(%y, %y)"}, 1),
+        ({"condition=%cond, ": ""}, 1),
+    ],
+)
+def test_iterations_are_those_that_the_text_proves(changes, trips):
+    """The start and the step count, not the limit alone."""
+    text = whole(LOOP).replace("%zero = s32", "%made = s32[] fft(%z)\n  %zero = s32")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    module = hlo.parse(text)
+    (loop,) = (i for i in module.computations["main"].values() if i.opcode == "while")
+    assert module.trips(loop) == trips
+
+
+def test_iterations_of_a_loop_whose_step_is_carried():
+    """XLA:TPU carries constants beside the counter, and copies it."""
+    text = whole(LOOP).replace("(s32[], f32[4])", "(s32[], f32[4], s32[])")
+    for old, new in {
+        "%one = s32[] constant(1)": "%one = s32[] get-tuple-element(%p), index=2",
+        "add(%i, %one)": "fusion(%i, %one), kind=kLoop, calls=%sum",
+        "tuple(%next, %y)": "tuple(%next, %y, %one)",
+        "tuple(%zero, %z)": "tuple(%start0, %z, %step)",
+        "%zero = s32[] constant(0)": "%zero = s32[] constant(0)\n"
+        "  %start0 = s32[] copy(%zero)\n  %step = s32[] constant(64)",
+        "%fused (": "%sum (k: s32[], s: s32[]) -> s32[] {\n"
+        "  %k = s32[] parameter(0)\n  %s = s32[] parameter(1)\n"
+        "  ROOT %both = s32[] add(%k, %s)\n}\n\n%fused (",
+    }.items():
+        assert old in text
+        text = text.replace(old, new, 1)
+    module = hlo.parse(text)
+    (loop,) = (i for i in module.computations["main"].values() if i.opcode == "while")
+    assert module.trips(loop) == 4
 
 
 def test_iterations_of_a_compiled_loop():
@@ -142,7 +193,9 @@ COLLECTIVES = """HloModule jit_f
   %i = s32[] get-tuple-element(%p), index=0
   %x = f32[8]{0} get-tuple-element(%p), index=1
   %y = f32[8]{0} all-reduce(%x), channel_id=1, to_apply=%add
-  ROOT %t = (s32[], f32[8]) tuple(%i, %y)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], f32[8]) tuple(%next, %y)
 }
 
 %cond (q: (s32[], f32[8])) -> pred[] {
@@ -240,3 +293,47 @@ def test_an_update_in_place_reads_and_writes_what_is_updated(start):
     """Also one that XLA:GPU starts, and goes on."""
     module = hlo.parse(UPDATE.replace("START", start))
     assert (module.bytes_read(), module.bytes_written()) == (20, 16)
+
+
+HOLDS = """HloModule jit_f
+
+%small (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %q = f32[4]{0} sine(%p)
+}
+
+%large (r: f32[4]) -> f32[4] {
+  %r = f32[4]{0} parameter(0)
+  %wide = f32[1000]{0} fft(%r)
+  ROOT %s = f32[4]{0} fft(%wide)
+}
+
+%test (u: f32[4]) -> pred[] {
+  %u = f32[4]{0} parameter(0)
+  ROOT %v = pred[] fft(%u)
+}
+
+ENTRY %main (x: f32[4], c: pred[]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %c = pred[] parameter(1)
+  %before = f32[100]{0} fft(%x)
+  RUNS
+  ROOT %z = f32[4]{0} fft(%y, %before)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        "while(%x), condition=%test, body=%large",
+        "conditional(%c, %x, %x), true_computation=%large, false_computation=%small",
+        "conditional(%c, %x, %x), true_computation=%small, false_computation=%large",
+        "conditional(%c, %x, %x), branch_computations={%small, %large}",
+        "call(%x), to_apply=%large",
+    ],
+)
+def test_the_largest_of_what_an_instruction_runs_is_alive(runs):
+    module = hlo.parse(HOLDS.replace("RUNS", f"%y = f32[4]{{0}} {runs}"))
+    held = [b.instruction.name for b in liveness.peak(module).buffers]
+    assert "wide" in held and "before" in held

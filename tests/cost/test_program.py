@@ -1,12 +1,15 @@
 """Programs are lowered for a device that is not there."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from described import arguments, step
+from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +18,7 @@ from jmp_rewrite._cost import devices, program
 from jmp_rewrite._passes.by_device import GPU, TPU, TPU_V5E, TPU_V6E, Where, by_device
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+X16 = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 
 
 def lowered(fun, *args, device="TPU v5e"):
@@ -98,6 +102,98 @@ def test_both_policies_have_the_same_parameters():
         assert len(made.closed.in_avals) == len(made.donated) == 4
         halves = {"bf16" in str(made.closed), "f16" in str(made.closed)}
         assert halves != {False} or policy == "float32"
+
+
+def products(w, x):
+    return jnp.tanh(x @ w) @ w
+
+
+class Linear(nnx.Module):
+    """A module that one may decorate a method of."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones((16, 16)))
+
+    def __call__(self, x):
+        return products(self.w[...], x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    w: jax.Array
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    @jmpr.mixed_precision("mixed_bfloat16")
+    def apply(self, x):
+        return products(self.w, x)
+
+
+W = np.ones((16, 16), np.float32)
+HALF = jmpr.mixed_precision(products, "mixed_bfloat16")
+JITTED = functools.partial(jax.jit, donate_argnums=0)
+
+
+@pytest.mark.parametrize(
+    ("fun", "donated"),
+    [
+        (functools.partial(JITTED(HALF), W), [True, False]),
+        (JITTED(functools.partial(HALF, W)), [False, True]),
+        (functools.partial(JITTED(products), W), [False]),  # what it adds is constant
+        (Model(W).apply, [False, True]),
+        (nnx.jit(jmpr.mixed_precision(Linear().__call__, "bf16")), [False, False]),
+    ],
+)
+def test_what_jit_was_told_is_of_the_programs_parameters(fun, donated):
+    """Whatever a partial or a method adds, in front of the jit or behind it."""
+    made = jmpr.explain(fun)(X).subject.program(jmpr.Policy("float32"))
+    assert list(made.donated) == donated
+    assert len(made.shardings) == len(made.closed.in_avals) == len(donated)
+
+
+def test_numbers_that_jit_makes_arrays_of_are_parameters():
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fun(x, factor):
+        return x * factor
+
+    made = jmpr.explain(fun, "float32")(X, 2.0).subject.program(jmpr.Policy("float32"))
+    assert list(made.donated) == [True, False]
+
+
+def test_what_modules_share_is_one_parameter():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.first = self.last = Linear()
+
+        def __call__(self, x):
+            return self.last(self.first(x))
+
+    def fun(model, x):
+        return model(x)
+
+    for given in (fun, nnx.jit(fun)):
+        subject = jmpr.explain(given, "mixed_bfloat16")(Tied(), X).subject
+        for policy in ("float32", "mixed_bfloat16"):
+            made = subject.program(jmpr.Policy(policy))
+            assert len(made.donated) == len(made.closed.in_avals) == 2
+
+
+def test_a_program_is_traced_under_its_own_policy():
+    @jmpr.half_precision
+    def kernel(x):
+        return x @ x
+
+    def fun(x):
+        return kernel(x) + jnp.zeros((), jmpr.compute_dtype()).astype(jnp.float32)
+
+    subject = jmpr.explain(fun, "mixed_bfloat16")(X16).subject
+    for policy, half in (
+        ("float32", set()),
+        ("mixed_bfloat16", {"bf16"}),
+        ("mixed_float16", {"f16"}),
+    ):
+        text = str(subject.program(jmpr.Policy(policy)).closed)
+        assert set(re.findall(r"\bb?f16(?=\[)", text)) == half
 
 
 MESH = AbstractMesh((8,), ("data",))

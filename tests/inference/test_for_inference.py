@@ -213,6 +213,97 @@ def test_half_weights_stay():
     same_bits(stored[0], params)
 
 
+# ---- other shapes than those of `store`
+
+
+def policy_network(params, x):
+    """Four observations: few terms, which from some batch on are float32."""
+    hidden = jnp.tanh(jnp.tanh(x @ params["first"]) @ params["middle"])
+    return hidden @ params["last"]
+
+
+def with_bias(params, x):
+    """Of one example a bias has the activation's own size."""
+    hidden = jnp.tanh(x @ params["first"] + params["bias"][None])
+    return hidden @ params["middle"] @ params["last"]
+
+
+def of_weights(params, x):
+    """A result's dtype is that of weights alone."""
+    latents = params["last"].T @ params["middle"]
+    return latents * 1.0, jnp.tanh(x @ params["first"]).sum(0) @ params["last"]
+
+
+def random(*shape):
+    return jax.random.normal(jax.random.key(sum(shape)), shape) / 8
+
+
+@pytest.mark.parametrize(
+    ("fun", "width", "batches", "is_here"),
+    [
+        (policy_network, 4, (1, 64), True),
+        (policy_network, 4, (1, 64), False),
+        (with_bias, 32, (8, 1), True),
+        (with_bias, 32, (8, 1), False),
+        (of_weights, 4, (1, 64), True),  # elsewhere its half arrays may be its own
+    ],
+)
+def test_what_was_stored_serves_other_shapes(fun, width, batches, is_here):
+    """As float32 arrays of its values do, in this process or in another."""
+    params = {
+        "bias": random(64),
+        "first": random(width, 64),
+        "last": random(64, 32),
+        "middle": random(64, 64),
+    }
+    serve = for_inference(fun, BF16)
+    stored, _ = serve.store(params, random(batches[0], width))
+    if not is_here:
+        serve = for_inference(fun, BF16)
+    rounded = jax.tree.map(lambda w: w.astype(jnp.float32), stored)
+    for batch in batches:
+        x = random(batch, width)
+        got, want = jax.jit(serve)(stored, x), jax.jit(serve)(rounded, x)
+        same_bits(got, want)
+        same_types(got, fun(params, x))
+        products = [
+            [
+                str(e.invars[0].aval.dtype)
+                for e in eqns(trace(serve, w, x), "dot_general")
+            ]
+            for w in (stored, rounded)
+        ]
+        assert products[0] == products[1] and "bfloat16" in products[0]
+        same_bits(serve.store(stored, x)[0], stored)
+    why = {leaf.path: leaf.reason for leaf in serve.report(stored, x).leaves}
+    widened = {path for path in why if why[path].startswith("stored for another call")}
+    assert widened
+
+
+def test_a_state_that_is_widened_returns_as_it_came():
+    def fun(w, state, x):
+        return jnp.tanh(x @ state) @ w, state.at[0].set(w.sum(1))
+
+    serve = for_inference(fun, BF16, state={1: 1})
+    w, state, _ = serve.store(random(64, 32), random(4, 64), random(1, 4))
+    assert state.dtype == jnp.bfloat16
+    x = random(64, 4)
+    reasons = [leaf.reason for leaf in serve.report(w, state, x).leaves]
+    assert reasons[1].startswith("stored for another call; here dot_general reads it")
+    out, new = jax.jit(serve)(w, state, x)
+    want, wide = jax.jit(serve)(w, state.astype(jnp.float32), x)
+    same_bits((out, new), (want, wide.astype(jnp.bfloat16)))
+
+
+def test_a_state_of_half_that_nothing_reads_returns_in_half():
+    def fun(w, state, x):
+        return x @ w, jnp.tanh(x @ w)
+
+    serve = for_inference(fun, BF16, state={1: 1})
+    state = jnp.zeros((64, 16), jnp.bfloat16)
+    assert serve(layer_weights()["q"], state, random(64, 16))[1].dtype == jnp.bfloat16
+
+
 # ---- state
 
 
@@ -798,6 +889,23 @@ def test_nnx_caches_are_stored_in_place():
     assert plain.cache[...].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
+def test_under_float32_nnx_modules_change_in_place(jit):
+    plain, served, x = Decoder(nnx.Rngs(0)), Decoder(nnx.Rngs(0)), inputs(1)
+
+    def fun(model, x, position):
+        return model(x, position)
+
+    serve = for_inference(fun, "float32")
+    for position in range(3):
+        want = jit(fun)(plain, x, position)
+        same_bits(jit(serve)(served, x, position), want)
+    same_bits(served.cache[...], plain.cache[...])
+    stored, *_ = serve.store(served, x, 0)
+    assert stored is not served
+    same_bits(nnx.state(stored), nnx.state(served))
+
+
 def test_keras():
     keras = pytest.importorskip("keras")
     layers = keras.layers
@@ -952,6 +1060,40 @@ def test_static_arguments_of_a_decorated_function():
     same_bits(serve(stored, x, flags), serve(params, x, flags))
     serve = for_inference(functools.partial(apply, params))
     same_bits(serve(x, flags), apply(params, x, flags))
+
+
+def test_methods():
+    class Model:
+        factor = 2.0
+
+        @functools.partial(for_inference, policy=BF16, weights=1, state={2: 1})
+        def apply(self, w, state, x):
+            return x @ w * self.factor @ state, state.at[0].set(0.0)
+
+    model, w, x = Model(), layer_weights()["q"], inputs()
+    stored = model.apply.store(w, w, x)
+    assert dtypes(stored) == ["bfloat16", "bfloat16", "float32"]
+    want = jax.jit(mixed_precision(Model.apply.__wrapped__, BF16), static_argnums=0)
+    out, state = jax.jit(model.apply)(*stored)
+    same_bits(out, want(model, w, w, x)[0])
+    assert state.dtype == jnp.bfloat16
+    assert len(model.apply.report(*stored).stored) == 2
+    same_bits(Model.apply(model, *stored)[0], model.apply(*stored)[0])
+
+
+def test_a_method_of_an_object_that_holds_the_weights():
+    class Model(eqx.Module):
+        w: jax.Array
+
+        @functools.partial(for_inference, policy=BF16)
+        def apply(self, x):
+            return jnp.tanh(x @ self.w) @ self.w
+
+    model, x = Model(layer_weights()["q"]), inputs()
+    stored, _ = Model.apply.store(model, x)
+    assert stored.w.dtype == jnp.bfloat16
+    apply = jax.jit(lambda model, x: model.apply(x))
+    same_bits(apply(stored, x), apply(model, x))
 
 
 def test_a_state_by_name_behind_a_default():
