@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
@@ -26,9 +27,10 @@ from jmp_rewrite._diagnose.float32 import (
     to_float32,
     touches_half,
 )
+from jmp_rewrite._diagnose.numbers import Numbers
 from jmp_rewrite._diagnose.pair import ZERO, Pair, terms
 from jmp_rewrite._diagnose.rows import Frame, Row
-from jmp_rewrite._graph import TOP, Place, inner_place
+from jmp_rewrite._graph import TOP, Place, inner_place, is_half
 from jmp_rewrite._passes import CASTS
 from jmp_rewrite._rules import MOVES, PRODUCTS, VIEWS, held_jaxprs
 from jmp_rewrite._source import Caller
@@ -51,13 +53,16 @@ class Shadow:
         iterations of the program and of its shadow.
     """
 
-    def __init__(self, handlers: Mapping[str, Any], few: int) -> None:
+    def __init__(
+        self, handlers: Mapping[str, Any], few: int, numbers: Numbers
+    ) -> None:
         self.few = few
         self.endless: list[tuple[Any, int, int]] = []
         self.rows: list[Row] = []
         self.frame = Frame()
         self.axes: tuple[str, ...] = ()
         self._handlers = handlers
+        self._numbers = numbers
         self._caller: Caller | None = None
         self._calls: tuple[int, ...] = ()
         self._place = TOP
@@ -155,10 +160,13 @@ class Shadow:
         env: dict[Any, Pair] = dict(zip(body.invars, given, strict=True))
         given.clear()
         for step in body.steps:
-            operands = [_read(env, v) for v in step.eqn.invars]
+            self._current = step.eqn
+            operands = [
+                self._literal(v, place) if hasattr(v, "val") else env[v]
+                for place, v in enumerate(step.eqn.invars)
+            ]
             for var in step.dead:
                 env.pop(var, None)
-            self._current = step.eqn
             with step.eqn.ctx.manager:
                 outs = self._run(step, operands, body)
             self._note_gradients(operands, outs)
@@ -166,6 +174,25 @@ class Shadow:
             for var in step.dead:
                 env.pop(var, None)
         return [_read(env, v) for v in body.outvars]
+
+    def _literal(self, atom: Any, place: int) -> Pair:
+        """Returns a number that the current equation reads, rounded or not."""
+        if not is_half(atom.aval):
+            return Pair.same(atom.val)
+        exact = self._numbers.unrounded(self._current, atom.val)
+        if exact is None:
+            return Pair.same(atom.val)
+        half = np.asarray(atom.val)
+        row = self.add(
+            "cast",
+            [],
+            place + 1,
+            dtype=str(half.dtype),
+            is_half=True,
+            reader=Caller(self._current, self._caller),
+        )
+        error = self.count(row, Measured([half], [exact], [exact]), [])
+        return Pair(atom.val, exact, error, row)
 
     def _note_gradients(self, operands: list[Pair], outs: list[Pair]) -> None:
         """Notes of which gradient each result is made, element by element."""
@@ -342,6 +369,7 @@ def run(
     args: Sequence[Any],
     handlers: Mapping[str, Any],
     few: int = FEW,
+    numbers: Numbers | None = None,
 ) -> tuple[list[Pair], Shadow]:
     """Runs a program; returns its results with their shadows, and what happened.
 
@@ -351,8 +379,9 @@ def run(
       args: the arguments.
       handlers: how equations that hold jaxprs are run.
       few: how many iterations of a loop run equation by equation.
+      numbers: those that the program holds rounded; None if it holds none.
     """
-    shadow = Shadow(handlers, few)
+    shadow = Shadow(handlers, few, numbers or Numbers())
     pairs = [Pair.same(x) for x in consts]
     for number, x in enumerate(args):
         shadow.rows.append(Row(None, None, TOP, (), "argument", of=number))

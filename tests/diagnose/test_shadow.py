@@ -17,6 +17,7 @@ from jmp_rewrite._diagnose.calls import HANDLERS
 from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.float32 import in_float32
+from jmp_rewrite._diagnose.numbers import Numbers
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._policy import Policy
 
@@ -51,7 +52,8 @@ def shadowed(fun, args, policy="mixed_bfloat16", few=_shadow.FEW):
     plan = _rewrite.decide_traced(traced, Policy(policy))
     consts = _compat.constants(traced.closed)
     closed = resolve(_rewrite.optimized(plan).closed, "", required=False)
-    pairs, run = _shadow.run(closed, consts, traced.arrays, HANDLERS, few)
+    numbers = Numbers(plan.graph.nodes)
+    pairs, run = _shadow.run(closed, consts, traced.arrays, HANDLERS, few, numbers)
     return pairs, run, traced, plan
 
 
