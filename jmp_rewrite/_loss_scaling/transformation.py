@@ -34,6 +34,7 @@ from jmp_rewrite._loss_scaling.schedule import (
     next_state,
 )
 from jmp_rewrite._loss_scaling.state import LossScaleState, find_states
+from jmp_rewrite._loss_scaling.step import of_the_loss
 
 
 def loss_scaling(
@@ -76,8 +77,12 @@ def loss_scaling(
 
     The update takes `grads_unscaled=True` for gradients that went through `unscale`.
     All other keyword arguments reach `inner`: `grad=` is taken to be scaled just as
-    the gradients are and is unscaled with them; `value=` and `value_fn=` are those of
-    the loss itself, which `scale_loss` does not change.
+    the gradients are and is unscaled with them; `value=` is that of the loss itself,
+    which `scale_loss` does not change. Functions (`value_fn=`, `obj_fn=`) may be the
+    loss that you differentiate: `scale_loss` does nothing where `inner` calls them, so
+    that a line search sees true slopes. The gradient that it stores is a true one, too;
+    take the gradients of a step from `jax.value_and_grad`, not from
+    `optax.value_and_grad_from_state`.
 
     An update that is traced looks at how its gradients were made, and warns if the loss
     was not scaled, if they are divided by the scale twice, or if they were clipped
@@ -194,6 +199,9 @@ def loss_scaling(
         if "grad" in extra_args:
             same = extra_args["grad"] is updates
             extra_args["grad"] = grads if same else to_true(extra_args["grad"])
+        extra_args = {
+            name: of_the_loss(x) if callable(x) else x for name, x in extra_args.items()
+        }
         run = pass_through if loss_scale is None else apply_or_skip
         return run(grads, state, params, extra_args)
 

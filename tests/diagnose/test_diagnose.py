@@ -12,6 +12,7 @@ import optax
 import planted_faults
 import pytest
 from flax import nnx
+from jax.extend.core import Primitive
 from programs import normal
 
 from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
@@ -691,3 +692,17 @@ def test_an_ensemble_is_diagnosed():
     ensemble = jax.vmap(step, (0, 0, None))
     found = diagnose(ensemble, "mixed_float16")(w, state, normal(8, 8))
     assert found.loss_scale == 2.0**14 and found.error < found.tolerance
+
+
+def test_a_policy_with_a_primitive_of_ones_own_is_extended():
+    own = Primitive("my_gelu")
+    own.def_impl(jax.nn.gelu)
+    own.def_abstract_eval(lambda x: x)
+    policy = Policy("mixed_float16", rules={own: "infer"})
+
+    def fun(w, x):
+        with jax.named_scope("layer"):
+            return jnp.square(own.bind(x @ (1e3 * w))) @ w
+
+    found = diagnose(fun, policy)(jnp.eye(16), normal(8, 16))
+    assert found.policy == policy.replace(scopes={"layer": "float32"})
