@@ -109,9 +109,42 @@ def make_train_step(
         params = optax.apply_updates(params, updates)
         return (params, opt_state, loss, aux) if has_aux else (params, opt_state, loss)
 
-    return jax.jit(
-        mixed_precision(step, policy), donate_argnums=(0, 1) if donate else ()
-    )
+    decorated = mixed_precision(step, policy)
+    return _Donating(decorated) if donate else jax.jit(decorated)
+
+
+class _Donating:
+    """A jitted step that gives the buffers of its first two arguments away.
+
+    An optimizer's first state may hold the parameters themselves, and no buffer can be
+    given away twice.
+    """
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._jitted = jax.jit(step, donate_argnums=(0, 1))
+
+    def __call__(self, params: Any, opt_state: Any, batch: Any) -> Any:
+        return self._jitted(*_apart((params, opt_state), batch))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
+def _apart(donated: tuple[Any, Any], batch: Any) -> tuple[Any, Any, Any]:
+    """Copies each array that one before it, which is given away, is itself."""
+    seen: set[int] = set()
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        if id(x) in seen:
+            return x.copy()
+        seen.add(id(x))
+        return x
+
+    params, opt_state = jax.tree.map(own, donated)
+    batch = jax.tree.map(lambda x: x.copy() if id(x) in seen else x, batch)
+    return params, opt_state, batch
 
 
 def _loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -89,6 +89,35 @@ def test_donation(donate):
     assert opt_state.loss_scale.is_deleted() == donate
 
 
+SHARING = {
+    "lbfgs": optax.lbfgs,
+    "dog": lambda: optax.contrib.dog(1.0),
+    "cocob": optax.contrib.cocob,
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_no_buffer_is_donated_twice(name, policy):
+    """Where the first state, or the batch, holds the parameters themselves."""
+    tx = jmpr.loss_scaling(SHARING[name](), jmpr.Policy(policy).loss_scale)
+
+    def loss(w, batch):
+        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2) + jnp.sum(w * batch["w"])
+
+    results = []
+    for donate in (True, False):
+        step = make_train_step(loss, tx, policy, donate=donate)
+        w = jnp.zeros((4, 1))
+        opt_state = tx.init(w)
+        batch = {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 1)), "w": w}
+        for _ in range(3):
+            w, opt_state, _ = step(w, opt_state, batch)
+            batch = {**batch, "w": w}
+        results.append(w)
+    np.testing.assert_array_equal(*results)
+
+
 def test_an_overflowing_batch_is_skipped():
     params, batch = problem()
     tx = jmpr.loss_scaling(optax.sgd(0.1, momentum=0.9))
