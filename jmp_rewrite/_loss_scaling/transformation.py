@@ -29,6 +29,7 @@ from jmp_rewrite._loss_scaling.leaves import (
 from jmp_rewrite._loss_scaling.misuse import warn_of_misuse
 from jmp_rewrite._loss_scaling.schedule import (
     Schedule,
+    check_arrays,
     check_loss_scale,
     check_schedule,
     next_state,
@@ -113,9 +114,11 @@ def loss_scaling(
         existing checkpoint: `tx.init(params)._replace(inner_state=old_opt_state)`.
 
     Raises:
-        ValueError: an argument is out of range (only Python numbers are checked; arrays
-            are used as they are), `inner` is not a transformation, or, at `init`, it
-            contains loss scaling already.
+        ValueError: an argument is out of range (what an array holds is looked at by
+            `init`, unless it is traced: `optax.inject_hyperparams` makes arrays of the
+            parameters' dtype, so with half parameters give it
+            `hyperparam_dtype=jnp.float32`), `inner` is not a transformation, or, at
+            `init`, it contains loss scaling already.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -146,6 +149,7 @@ def loss_scaling(
     transformation = _as_transformation(inner)
 
     def init_fn(params: Any) -> LossScaleState:
+        check_arrays(loss_scale, schedule)
         inner_state = transformation.init(params)
         _check_not_nested(inner_state)
         first = 1.0 if loss_scale is None else init_scale

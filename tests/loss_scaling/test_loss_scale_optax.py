@@ -423,3 +423,25 @@ def test_a_line_search_sees_the_slopes_of_the_loss():
             p = optax.apply_updates(p, updates)
         gradients.append(optax.tree.get(state, "grad"))
     assert jnp.array_equal(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**17])
+def test_a_scale_that_the_parameters_dtype_cannot_hold_is_refused(loss_scale):
+    """`inject_hyperparams` makes it inf: every step would be skipped for ever."""
+    make = functools.partial(
+        optax.inject_hyperparams, loss_scaling, static_args=("inner",)
+    )
+    half = jnp.ones(3, jnp.float16)
+    with pytest.raises(ValueError, match="got inf; .*hyperparam_dtype=jnp.float32"):
+        make()(optax.sgd(0.1), loss_scale).init(half)
+    tx = make(hyperparam_dtype=jnp.float32)(optax.sgd(0.1), loss_scale)
+    _, state = tx.update(half, tx.init(half), half)
+    state = loss_scale_state(state)
+    assert jnp.isfinite(state.loss_scale) and state.skipped_steps == 0
+
+
+def test_what_an_array_holds_is_checked_at_init():
+    with pytest.raises(ValueError, match="expected growth_factor to be a number"):
+        loss_scaling(growth_factor=jnp.float32(1.0)).init(jnp.ones(3))
+    jax.jit(loss_scaling(growth_interval=jnp.float32(2000.0)).init)(jnp.ones(3))
