@@ -68,8 +68,9 @@ def loss_scaling(
     Without `inner` it is an element of a chain. Put it first: it unscales the
     gradients, and turns those of a skipped step into zeros. The transformations after
     it still take a step on zeros: Adam's moments decay, its count and every schedule
-    advance, and momentum and weight decay move the parameters. So prefer the wrapping
-    form.
+    advance, and momentum and weight decay move the parameters. Gradients of half
+    parameters go on as float32, so the states behind it have to be float32, as with
+    `optax.adam(1e-3, mu_dtype=jnp.float32)`. So prefer the wrapping form.
 
     A skipped step returns updates of -0.0, which change no parameter by a bit, and
     leaves all of `inner_state` as it was. Use `where_applied` for everything else that
@@ -178,8 +179,10 @@ def loss_scaling(
 
     def apply_or_skip(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
         finite = _agree(all_finite(grads), axis_name)
+        # What a chain's element returns is a gradient yet, as wide as it was divided.
+        own = params if inner is not None else None
         updates, inner_state = _update_wide(
-            transformation, grads, state.inner_state, params, extra_args
+            transformation, grads, state.inner_state, own, extra_args
         )
         # As a chain's element it feeds the next one, which may negate: +0.0 then.
         updates = _or_zero(finite, updates, negative=inner is not None)

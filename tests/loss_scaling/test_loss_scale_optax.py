@@ -445,3 +445,17 @@ def test_what_an_array_holds_is_checked_at_init():
     with pytest.raises(ValueError, match="expected growth_factor to be a number"):
         loss_scaling(growth_factor=jnp.float32(1.0)).init(jnp.ones(3))
     jax.jit(loss_scaling(growth_interval=jnp.float32(2000.0)).init)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_a_chains_element_returns_is_as_wide_as_it_was_divided(dtype):
+    """It is a gradient yet: of half parameters, too, small ones do not vanish."""
+    p = jnp.ones(3, dtype)
+    tx = loss_scaling()
+    state = tx.init(p)
+    gradients, _ = tx.update(jnp.full(3, 2.0**-12, dtype), state, p)
+    np.testing.assert_array_equal(gradients, np.float32(2.0**-27))
+    assert gradients.dtype == jnp.float32
+    chained = optax.chain(loss_scaling(), optax.sign_sgd(0.25))
+    updates, _ = chained.update(jnp.full(3, 2.0**-12, dtype), chained.init(p), p)
+    np.testing.assert_array_equal(optax.apply_updates(p, updates), p * 0.75)
