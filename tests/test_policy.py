@@ -116,7 +116,11 @@ def test_a_primitive_of_ones_own_is_a_key():
 def test_rules_that_a_policy_hands_out_it_takes():
     own = Primitive("my_fused_op")
     policy = Policy("mixed_bfloat16", rules={own: "allow", "exp": "infer"})
-    for again in (policy.rules, {**policy.rules}, pickle.loads(pickle.dumps(policy)).rules):
+    for again in (
+        policy.rules,
+        {**policy.rules},
+        pickle.loads(pickle.dumps(policy)).rules,
+    ):
         copy = Policy("mixed_bfloat16", rules=again)
         assert copy == policy and repr(copy).count("{my_fused_op: 'allow', ") == 1
 

@@ -54,7 +54,11 @@ class Shadow:
     """
 
     def __init__(
-        self, handlers: Mapping[str, Any], few: int, numbers: Numbers
+        self,
+        handlers: Mapping[str, Any],
+        few: int,
+        numbers: Numbers | None,
+        rounds_nothing: bool = False,
     ) -> None:
         self.few = few
         self.endless: list[tuple[Any, int, int]] = []
@@ -62,7 +66,8 @@ class Shadow:
         self.frame = Frame()
         self.axes: tuple[str, ...] = ()
         self._handlers = handlers
-        self._numbers = numbers
+        self._numbers = numbers or Numbers()
+        self._rounds_nothing = rounds_nothing
         self._caller: Caller | None = None
         self._calls: tuple[int, ...] = ()
         self._place = TOP
@@ -155,7 +160,7 @@ class Shadow:
           pairs: its arguments, constants that it does not carry first.
         """
         body = self._body(jaxpr)
-        given = [*map(Pair.same, _compat.constants(jaxpr)), *pairs]
+        given = [*map(self.given, _compat.constants(jaxpr)), *pairs]
         pairs.clear()  # nothing but `env` keeps them from being freed
         env: dict[Any, Pair] = dict(zip(body.invars, given, strict=True))
         given.clear()
@@ -173,7 +178,13 @@ class Shadow:
             env.update(zip((step.rounding or step.eqn).outvars, outs, strict=True))
             for var in step.dead:
                 env.pop(var, None)
-        return [_read(env, v) for v in body.outvars]
+        return [
+            self.given(v.val) if hasattr(v, "val") else env[v] for v in body.outvars
+        ]
+
+    def given(self, value: Any, row: int = -1) -> Pair:
+        """Returns what no equation has made."""
+        return Pair.same(to_float32(value) if self._rounds_nothing else value, row)
 
     def _literal(self, atom: Any, place: int) -> Pair:
         """Returns a number that the current equation reads, rounded or not."""
@@ -181,7 +192,7 @@ class Shadow:
             return Pair.same(atom.val)
         exact = self._numbers.unrounded(self._current, atom.val)
         if exact is None:
-            return Pair.same(atom.val)
+            return self.given(atom.val)
         half = np.asarray(atom.val)
         row = self.add(
             "cast",
@@ -220,6 +231,8 @@ class Shadow:
             if any(_compat.is_reference(v.aval) for v in eqn.invars):
                 return self._beside(step, operands)
             return self._handlers[eqn.primitive.name](self, eqn, operands)
+        if self._rounds_nothing:
+            return list(map(Pair.same, in_float32(eqn, [p.value for p in operands])))
         if rounds(eqn):
             return [self._cast(step, operands[0], body)]
         if (kept := passed_on(eqn)) is not None and step.rounding is None:
@@ -359,10 +372,6 @@ def _is_counted(x: Any) -> bool:
     return dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
-def _read(env: dict[Any, Pair], atom: Any) -> Pair:
-    return Pair.same(atom.val) if hasattr(atom, "val") else env[atom]
-
-
 def run(
     closed: Any,
     consts: Sequence[Any],
@@ -381,7 +390,7 @@ def run(
       few: how many iterations of a loop run equation by equation.
       numbers: those that the program holds rounded; None if it holds none.
     """
-    shadow = Shadow(handlers, few, numbers or Numbers())
+    shadow = Shadow(handlers, few, numbers)
     pairs = [Pair.same(x) for x in consts]
     for number, x in enumerate(args):
         shadow.rows.append(Row(None, None, TOP, (), "argument", of=number))
@@ -390,3 +399,22 @@ def run(
     values = _compat.as_arrays(closed, [pair.value for pair in found])
     same = zip(found, values, strict=True)
     return [p if p.value is x else Pair.same(x, p.row) for p, x in same], shadow
+
+
+def unrounded(
+    closed: Any, args: Sequence[Any], handlers: Mapping[str, Any], few: int = FEW
+) -> list[Any]:
+    """Runs a program without any rounding, its own ones in loops too.
+
+    Args:
+      closed: a closed jaxpr.
+      args: its arguments.
+      handlers: how equations that hold jaxprs are run.
+      few: how many iterations of a loop run equation by equation.
+
+    Returns:
+      Its results, float32 in place of half.
+    """
+    shadow = Shadow(handlers, few, None, rounds_nothing=True)
+    found = shadow.evaluate(closed, list(map(shadow.given, args)))
+    return [pair.value for pair in found]

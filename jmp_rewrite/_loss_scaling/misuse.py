@@ -42,8 +42,8 @@ CLIPPED = (
     "loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
 )
 PARTLY_SCALED = (
-    "a term of this loss, or the loss of some of these parameters, is not multiplied by "
-    "the loss scale, and this update divides its gradients by it, so they all but "
+    "a term of this loss, or the loss of some of these parameters, is not multiplied "
+    "by the loss scale, and this update divides its gradients by it, so they all but "
     "vanish: pass the whole loss to scale_loss, as in "
     "scale_loss(loss + penalty, opt_state)"
 )
