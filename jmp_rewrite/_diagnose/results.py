@@ -82,8 +82,9 @@ class Reference:
         something is Inf or NaN that should not be, which no noise is; for integers and
         booleans the share of wrong elements. What is made of a gradient, an element
         counts in as much as its gradient is large: to the first order that is what it
-        does to the loss. Adam divides gradients by their own size, so that its first step is as large for an
-        element whose gradient is rounding noise as for any other.
+        does to the loss. Adam divides gradients by their own size, so that its first
+        step is as large for an element whose gradient is rounding noise as for any
+        other.
         """
         return [self._error(i, _array(x)) for i, x in enumerate(values)]
 

@@ -417,4 +417,5 @@ def unrounded(
     """
     shadow = Shadow(handlers, few, None, rounds_nothing=True)
     found = shadow.evaluate(closed, list(map(shadow.given, args)))
-    return [pair.value for pair in found]
+    values = _compat.as_arrays(closed, [pair.value for pair in found])
+    return list(map(to_float32, values))
