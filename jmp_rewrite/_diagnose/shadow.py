@@ -20,7 +20,7 @@ from jax import lax
 from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.bodies import Body, Step, rounds
 from jmp_rewrite._diagnose.distance import Measured, exponents, measure
-from jmp_rewrite._diagnose.evaluate import undonated
+from jmp_rewrite._diagnose.evaluate import IN_PLACE, undonated
 from jmp_rewrite._diagnose.float32 import (
     in_float32,
     passed_on,
@@ -227,7 +227,8 @@ class Shadow:
         eqn = step.eqn
         if held := held_jaxprs(eqn):
             if all(p.is_same for p in operands) and not any(map(self._is_half, held)):
-                return self._shared(eqn, operands)
+                if not (self._rounds_nothing and eqn.primitive.name in IN_PLACE):
+                    return self._shared(eqn, operands)
             if any(_compat.is_reference(v.aval) for v in eqn.invars):
                 return self._beside(step, operands)
             return self._handlers[eqn.primitive.name](self, eqn, operands)

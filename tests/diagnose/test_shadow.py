@@ -14,9 +14,7 @@ from programs import BY_NAME, PROGRAMS, W, mesh, normal
 from jmp_rewrite import _compat, _rewrite, use_passes
 from jmp_rewrite._diagnose import shadow as _shadow
 from jmp_rewrite._diagnose.calls import HANDLERS
-from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
-from jmp_rewrite._diagnose.float32 import in_float32
 from jmp_rewrite._diagnose.numbers import Numbers
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._policy import Policy
@@ -62,7 +60,7 @@ def both(fun, args, policy="mixed_bfloat16", rounded_less=False, few=_shadow.FEW
     pairs, run, traced, plan = shadowed(fun, args, policy, few)
     consts = _compat.constants(traced.closed)
     rewritten = as_written(plan, consts, traced.arrays, rounded_less)
-    original = evaluate(traced.closed, traced.arrays, in_float32)
+    original = _shadow.unrounded(traced.closed, traced.arrays, HANDLERS)
     findings, _ = findings_of(run, [None] * len(traced.arrays))
     return pairs, rewritten, original, findings
 
