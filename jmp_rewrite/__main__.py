@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PROG = "python -m jmp_rewrite"
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 PNG = "jmp_rewrite.png"
+_LARGEST_SEED = 2**32 - 1  # NumPy's, and so scikit-learn's
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,6 +44,15 @@ def _count(text: str) -> int:
 
 def _index(text: str) -> int:
     return _integer(text, least=0)
+
+
+def _seed(text: str) -> int:
+    seed = _index(text)
+    if seed > _LARGEST_SEED:
+        raise argparse.ArgumentTypeError(
+            f"expected an integer of at most {_LARGEST_SEED}, got {text!r}"
+        )
+    return seed
 
 
 def _integer(text: str, least: int) -> int:
@@ -94,7 +104,8 @@ def _training_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--version", action="store_true", help="print the version, and that of JAX")
+    version = f"jmp_rewrite {jmp_rewrite.__version__}, JAX {jax.__version__}"
+    add("--version", action="version", version=version, help="print the versions")
     add("--units", type=_count, help="width (default: 4096; 1024 on a CPU)")
     add("--epochs", type=_count, default=30, help="passes over the data (%(default)s)")
     add("--batch-size", type=_count, default=256, help="images a step (%(default)s)")
@@ -105,7 +116,7 @@ def _training_parser() -> argparse.ArgumentParser:
         metavar="NAME,NAME",
         help=f"what to compare (default: {','.join(POLICIES)})",
     )
-    add("--seed", type=_index, default=0, help="of split, weights, order (%(default)s)")
+    add("--seed", type=_seed, default=0, help="of split, weights, order (%(default)s)")
     add(
         "--out",
         type=_png,
@@ -349,9 +360,6 @@ def main(argv: Sequence[str] | None = None) -> None:
       SystemExit: with code 2 for a bad argument, 1 where a package is missing.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0] == "--version":
-        print(f"jmp_rewrite {jmp_rewrite.__version__}, JAX {jax.__version__}")
-        return
     commands = {
         "rules": _rules,
         "devices": _devices,

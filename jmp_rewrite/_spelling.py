@@ -233,9 +233,20 @@ _PRIMITIVES = {
 }
 
 
+class _Own(str):
+    """The name of a primitive that was given as a `Primitive`; it prints as that."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def _parse_rule(key: object) -> str:
     if isinstance(key, Primitive):
-        return key.name
+        return _Own(key.name)
+    if isinstance(key, _Own):  # out of another policy's `rules`
+        return key
     if not isinstance(key, str):
         raise TypeError(f"expected a primitive's name or a Primitive, got {key!r}")
     if key not in RULES:

@@ -46,7 +46,9 @@ def make_train_step(
         has_aux: whether `loss_fn` returns a pair.
         donate: whether the buffers of `params` and `opt_state` are reused for the new
             ones. The arrays that you passed in are then deleted: pass False in a
-            notebook, where you look at them again.
+            notebook, where you look at them again, and for an optimizer whose first
+            state holds the parameters themselves (`optax.lbfgs`): no buffer can be
+            given away twice.
 
     Returns:
         `(params, opt_state, batch) -> (params, opt_state, loss)`, and `aux` as a fourth

@@ -137,6 +137,7 @@ BAD_ARGUMENTS = {
     "--units many": r"--units: expected an integer of at least 1, got 'many'",
     "--epochs -1": r"--epochs: expected an integer of at least 1, got '-1'",
     "--seed -1": r"--seed: expected an integer of at least 0, got '-1'",
+    "--seed 4294967296": r"expected an integer of at most 4294967295, got '4294967296'",
     "--batch-size 1438": r"--batch-size must be at most 1437",
     "--policies float32,float8": r"--policies: .*float8",
     "--out no/such/directory.png": r"--out: no/such is no directory",
@@ -248,8 +249,10 @@ def test_the_table_says_why_half_is_slow(native, monkeypatch):
     assert (report.slow_note(["mixed_bfloat16"]) is None) == native
 
 
-def test_version(capsys):
-    main(["--version"])
+@pytest.mark.parametrize("argv", ["--version", "--epochs 1 --version"])
+def test_version_wherever_it_stands(capsys, argv):
+    with pytest.raises(SystemExit, match="^0$"):
+        main(argv.split())
     printed = capsys.readouterr().out
     assert printed == f"jmp_rewrite {jmp_rewrite.__version__}, JAX {jax.__version__}\n"
 

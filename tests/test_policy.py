@@ -113,6 +113,18 @@ def test_a_primitive_of_ones_own_is_a_key():
     assert repr(policy) == "Policy('mixed_bfloat16', rules={my_fused_op: 'allow'})"
 
 
+def test_rules_that_a_policy_hands_out_it_takes():
+    own = Primitive("my_fused_op")
+    policy = Policy("mixed_bfloat16", rules={own: "allow", "exp": "infer"})
+    for again in (
+        policy.rules,
+        {**policy.rules},
+        pickle.loads(pickle.dumps(policy)).rules,
+    ):
+        copy = Policy("mixed_bfloat16", rules=again)
+        assert copy == policy and repr(copy).count("{my_fused_op: 'allow', ") == 1
+
+
 def test_mappings_are_read_only_copies():
     rules, scopes = {"exp": "infer"}, {"head": "float32"}
     policy = Policy("mixed_float16", rules=rules, scopes=scopes)

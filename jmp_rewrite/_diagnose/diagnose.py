@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_rewrite import _compat, _rewrite, _transform
@@ -19,7 +20,7 @@ from jmp_rewrite._diagnose.counts import SPOILT
 from jmp_rewrite._diagnose.diagnosis import Diagnosis
 from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
-from jmp_rewrite._diagnose.float32 import in_float32
+from jmp_rewrite._diagnose.numbers import Numbers
 from jmp_rewrite._diagnose.progress import stage
 from jmp_rewrite._diagnose.results import Reference, is_finite
 from jmp_rewrite._loss_scaling import find_states
@@ -158,31 +159,33 @@ class _Program:
         # arguments to keep, or a buffer another batch.
         self.traced = traced._replace(arrays=list(map(_copied, traced.arrays)))
 
-    def rewritten(self, policy: Policy) -> tuple[Any, Sequence[Any]]:
+    def rewritten(self, policy: Policy) -> tuple[Any, Sequence[Any], Numbers]:
         """Rewrites the program as accelerators run it, with all roundings.
 
         A CPU reads some values before they are rounded.
 
         Returns:
-          A closed jaxpr, and those of its arguments that come before the call's.
+          A closed jaxpr, those of its arguments that come before the call's, and the
+          numbers that it may hold rounded.
         """
         closed = self.traced.closed
         if policy.compute_dtype == np.float32:
-            return closed, ()
+            return closed, (), Numbers()
         plan = _rewrite.decide_traced(self.traced, policy)
         rewritten = _rewrite.optimized(plan).closed
-        return resolve(rewritten, "", required=False), _compat.constants(closed)
+        resolved = resolve(rewritten, "", required=False)
+        return resolved, _compat.constants(closed), Numbers(plan.graph.nodes)
 
     def run(self, policy: Policy) -> list[Any]:
         """Runs the program as a policy rewrites it."""
         with jax.debug_nans(False), jax.debug_infs(False):
-            closed, consts = self.rewritten(policy)
+            closed, consts, _ = self.rewritten(policy)
             with _compat.explicit_mesh(self.traced.arrays):
                 return evaluate(closed, [*consts, *_fresh(self.traced.arrays)])
 
     def reference(self, arrays: Sequence[Any]) -> list[Any]:
-        """Runs the program in float32."""
-        return evaluate(self.traced.closed, _fresh(arrays), in_float32)
+        """Runs the program in float32, what it makes half itself too."""
+        return _shadow.unrounded(self.traced.closed, _fresh(arrays), HANDLERS)
 
 
 def _fresh(arrays: Sequence[Any]) -> list[Any]:
@@ -204,15 +207,18 @@ def _diagnosis(
     traced = program.traced
     paths = parameters.argument_paths(traced.arguments)
     with stage(f"running {name} in float32 and under {policy!r}, side by side"):
+        closed, consts, numbers = program.rewritten(policy)
         arrays = _fresh(traced.arrays)
-        pairs, shadow = _shadow.run(*program.rewritten(policy), arrays, HANDLERS)
-    shadows, gradients = [p.shadow for p in pairs], [p.gradient for p in pairs]
-    reference = Reference(shadows, traced.arrays, gradients)
-    with stage("running it again in float32, to tell rounding noise from faults"):
-        reference.shaken(program.reference)
-    errors = reference.errors([p.value for p in pairs])
+        pairs, shadow = _shadow.run(closed, consts, arrays, HANDLERS, numbers=numbers)
+    values, gradients = [p.value for p in pairs], [p.gradient for p in pairs]
     rows = [p.row for p in pairs]
     del pairs
+    with stage("running it again in float32, to tell rounding noise from faults"):
+        exact = program.reference(traced.arrays)
+        reference = Reference(exact, traced.arrays, gradients)
+        reference.shaken(program.reference)
+    errors = reference.errors(values)
+    del values
     findings, magnitudes = findings_of(shadow, paths)
     harmed: dict[int, float] = {}
     for row, error in zip(rows, errors, strict=True):
@@ -287,6 +293,12 @@ def _spoilt_arguments(arrays: Sequence[Any], paths: Sequence[str | None]) -> lis
 
 
 def _loss_scale(arguments: Any) -> float | None:
-    """Returns the loss scale that the arguments hold, if there is one."""
+    """Returns the loss scale that the arguments hold, if there is one.
+
+    The members of an ensemble have one each: that of the one whose gradients vanish
+    first.
+    """
     states = find_states(arguments)
-    return float(states[0][1].loss_scale) if len(states) == 1 else None
+    if len(states) != 1:
+        return None
+    return float(jnp.min(states[0][1].loss_scale))

@@ -6,7 +6,7 @@ gives its arguments away; a value is freed after its last use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -15,36 +15,24 @@ from jmp_rewrite import _compat
 from jmp_rewrite._rules import CALLS
 
 # These run in place; a `shard_map` needs its mesh.
-_IN_PLACE = frozenset(CALLS) - {"shard_map", "compute_on", "xla_metadata_call"}
-
-
-# Evaluates one equation on the values of its operands.
-Bind = Callable[[Any, Sequence[Any]], list[Any]]
+IN_PLACE = frozenset(CALLS) - {"shard_map", "compute_on", "xla_metadata_call"}
 
 
 def evaluate(
-    closed: Any,
-    args: Iterable[Any],
-    bind: Bind | None = None,
-    consts: Sequence[Any] | None = None,
+    closed: Any, args: Iterable[Any], consts: Sequence[Any] | None = None
 ) -> list[Any]:
     """Returns the results of a closed jaxpr on arrays.
 
     Args:
       closed: the program.
       args: its arguments.
-      bind: evaluates an equation; None for what JAX does.
       consts: the values of its constants; None for those that it carries.
     """
     values = [*(_compat.constants(closed) if consts is None else consts), *args]
-    return _evaluate(closed, values, _as_it_is if bind is None else bind)
+    return _evaluate(closed, values)
 
 
-def _as_it_is(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    return _compat.bind(eqn, operands, undonated(eqn))
-
-
-def _evaluate(jaxpr: Any, values: list[Any], bind: Bind) -> list[Any]:
+def _evaluate(jaxpr: Any, values: list[Any]) -> list[Any]:
     body = _compat.open_jaxpr(jaxpr)
     env = dict(zip([*body.constvars, *body.invars], values, strict=True))
     values.clear()
@@ -54,19 +42,19 @@ def _evaluate(jaxpr: Any, values: list[Any], bind: Bind) -> list[Any]:
         for var in dead:
             env.pop(var, None)
         with eqn.ctx.manager:
-            outs = _equation(eqn, operands, bind)
+            outs = _equation(eqn, operands)
         env.update(zip(eqn.outvars, outs, strict=True))
         for var in dead:
             env.pop(var, None)
     return [_read(env, v) for v in body.outvars]
 
 
-def _equation(eqn: Any, operands: list[Any], bind: Bind) -> list[Any]:
+def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
     name = eqn.primitive.name
-    if name in _IN_PLACE:
+    if name in IN_PLACE:
         held = eqn.params[CALLS[name][1]]
-        return _evaluate(held, [*_compat.constants(held), *operands], bind)
-    return bind(eqn, operands)
+        return _evaluate(held, [*_compat.constants(held), *operands])
+    return _compat.bind(eqn, operands, undonated(eqn))
 
 
 def last_uses(body: Any) -> list[list[Any]]:

@@ -26,6 +26,8 @@ _SAMPLED = 64
 # than a hundredth has no digits that half precision could lose.
 _SHAKE = 2.0**-22
 _NOISE = 0.01
+# Up to here float32 holds all integers, and above nothing else.
+_EXACT = 2.0**24
 
 
 class Reference:
@@ -59,7 +61,11 @@ class Reference:
         self._gradients = gradients or [None] * len(values)
 
     def shaken(self, run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        """Finds the results that are noise, by another run with shaken arguments."""
+        """Finds the results that are noise, by another run with shaken arguments.
+
+        Args:
+          run: the program that made the reference's results.
+        """
         arguments = [_shake(x, i) for i, x in enumerate(self._arguments)]
         for i, value in enumerate(map(_array, run(arguments))):
             start = self._start[i]
@@ -73,16 +79,14 @@ class Reference:
         """Returns the error of each result: 0..inf, 0 for noise.
 
         It is the norm of the difference over the norm of the reference; inf if
-        something is Inf or NaN that should not be; for integers and booleans the share
-        of wrong elements. What is made of a gradient, an element counts in as much as
-        its gradient is large: to the first order that is what it does to the loss. Adam
-        divides gradients by their own size, so that its first step is as large for an
-        element whose gradient is rounding noise as for any other.
+        something is Inf or NaN that should not be, which no noise is; for integers and
+        booleans the share of wrong elements. What is made of a gradient, an element
+        counts in as much as its gradient is large: to the first order that is what it
+        does to the loss. Adam divides gradients by their own size, so that its first
+        step is as large for an element whose gradient is rounding noise as for any
+        other.
         """
-        return [
-            0.0 if noise else self._error(i, _array(x))
-            for i, (x, noise) in enumerate(zip(values, self.is_noise, strict=True))
-        ]
+        return [self._error(i, _array(x)) for i, x in enumerate(values)]
 
     def _error(self, index: int, value: Any) -> float:
         reference, start = self.values[index], self._start[index]
@@ -94,7 +98,9 @@ class Reference:
         )
         if spoilt:
             return float("inf")
-        return float(distance / size) if distance else 0.0
+        if not distance or self.is_noise[index]:
+            return 0.0
+        return float(distance) / float(size) if size else float("inf")
 
 
 def _array(x: Any) -> Any:
@@ -187,10 +193,14 @@ def _sample(x: Any) -> Any:
 
 
 def _shake(x: Any, seed: int) -> Any:
-    """Changes each number of a float32 array by up to two spacings of float32."""
+    """Changes each number of a float32 array by up to two spacings of float32.
+
+    Integers stay: as labels or masks they are exact, and no rounding changes them.
+    """
     if getattr(x, "dtype", None) != np.float32 or not x.shape:
         return x
     if _compat.is_reference(jax.typeof(x)):
         return x
     noise = np.random.default_rng(seed).uniform(-_SHAKE, _SHAKE, x.shape[-1:])
-    return x * jnp.broadcast_to(1 + noise.astype(np.float32), x.shape)
+    shaken = x * jnp.broadcast_to(1 + noise.astype(np.float32), x.shape)
+    return jnp.where((jnp.abs(x) <= _EXACT) & (x == jnp.round(x)), x, shaken)

@@ -62,8 +62,10 @@ def _subject(finding: Finding, findings: Sequence[Finding]) -> str:
     """Returns the subject of a finding: an equation, or a cast of its result."""
     if finding.kind != "cast":
         return finding.primitive
-    origin = findings[finding.of] if finding.of >= 0 else finding
-    what = origin.primitive if origin.kind == "argument" else finding.primitive
+    origin = findings[finding.of] if finding.of >= 0 else None
+    what = finding.primitive if origin else "a constant"
+    if origin and origin.kind == "argument":
+        what = origin.primitive
     what = f"{what}, rounded for {finding.reader}"
     if finding.reader_line == finding.line:
         return what

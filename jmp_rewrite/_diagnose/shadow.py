@@ -14,21 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._diagnose.bodies import Body, Step, rounds
 from jmp_rewrite._diagnose.distance import Measured, exponents, measure
-from jmp_rewrite._diagnose.evaluate import undonated
+from jmp_rewrite._diagnose.evaluate import IN_PLACE, undonated
 from jmp_rewrite._diagnose.float32 import (
     in_float32,
     passed_on,
     to_float32,
     touches_half,
 )
+from jmp_rewrite._diagnose.numbers import Numbers
 from jmp_rewrite._diagnose.pair import ZERO, Pair, terms
 from jmp_rewrite._diagnose.rows import Frame, Row
-from jmp_rewrite._graph import TOP, Place, inner_place
+from jmp_rewrite._graph import TOP, Place, inner_place, is_half
 from jmp_rewrite._passes import CASTS
 from jmp_rewrite._rules import MOVES, PRODUCTS, VIEWS, held_jaxprs
 from jmp_rewrite._source import Caller
@@ -51,13 +53,21 @@ class Shadow:
         iterations of the program and of its shadow.
     """
 
-    def __init__(self, handlers: Mapping[str, Any], few: int) -> None:
+    def __init__(
+        self,
+        handlers: Mapping[str, Any],
+        few: int,
+        numbers: Numbers | None,
+        rounds_nothing: bool = False,
+    ) -> None:
         self.few = few
         self.endless: list[tuple[Any, int, int]] = []
         self.rows: list[Row] = []
         self.frame = Frame()
         self.axes: tuple[str, ...] = ()
         self._handlers = handlers
+        self._numbers = numbers or Numbers()
+        self._rounds_nothing = rounds_nothing
         self._caller: Caller | None = None
         self._calls: tuple[int, ...] = ()
         self._place = TOP
@@ -150,22 +160,50 @@ class Shadow:
           pairs: its arguments, constants that it does not carry first.
         """
         body = self._body(jaxpr)
-        given = [*map(Pair.same, _compat.constants(jaxpr)), *pairs]
+        given = [*map(self.given, _compat.constants(jaxpr)), *pairs]
         pairs.clear()  # nothing but `env` keeps them from being freed
         env: dict[Any, Pair] = dict(zip(body.invars, given, strict=True))
         given.clear()
         for step in body.steps:
-            operands = [_read(env, v) for v in step.eqn.invars]
+            self._current = step.eqn
+            operands = [
+                self._literal(v, place) if hasattr(v, "val") else env[v]
+                for place, v in enumerate(step.eqn.invars)
+            ]
             for var in step.dead:
                 env.pop(var, None)
-            self._current = step.eqn
             with step.eqn.ctx.manager:
                 outs = self._run(step, operands, body)
             self._note_gradients(operands, outs)
             env.update(zip((step.rounding or step.eqn).outvars, outs, strict=True))
             for var in step.dead:
                 env.pop(var, None)
-        return [_read(env, v) for v in body.outvars]
+        return [
+            self.given(v.val) if hasattr(v, "val") else env[v] for v in body.outvars
+        ]
+
+    def given(self, value: Any, row: int = -1) -> Pair:
+        """Returns what no equation has made."""
+        return Pair.same(to_float32(value) if self._rounds_nothing else value, row)
+
+    def _literal(self, atom: Any, place: int) -> Pair:
+        """Returns a number that the current equation reads, rounded or not."""
+        if not is_half(atom.aval):
+            return Pair.same(atom.val)
+        exact = self._numbers.unrounded(self._current, atom.val)
+        if exact is None:
+            return self.given(atom.val)
+        half = np.asarray(atom.val)
+        row = self.add(
+            "cast",
+            [],
+            place + 1,
+            dtype=str(half.dtype),
+            is_half=True,
+            reader=Caller(self._current, self._caller),
+        )
+        error = self.count(row, Measured([half], [exact], [exact]), [])
+        return Pair(atom.val, exact, error, row)
 
     def _note_gradients(self, operands: list[Pair], outs: list[Pair]) -> None:
         """Notes of which gradient each result is made, element by element."""
@@ -189,10 +227,13 @@ class Shadow:
         eqn = step.eqn
         if held := held_jaxprs(eqn):
             if all(p.is_same for p in operands) and not any(map(self._is_half, held)):
-                return self._shared(eqn, operands)
+                if not (self._rounds_nothing and eqn.primitive.name in IN_PLACE):
+                    return self._shared(eqn, operands)
             if any(_compat.is_reference(v.aval) for v in eqn.invars):
                 return self._beside(step, operands)
             return self._handlers[eqn.primitive.name](self, eqn, operands)
+        if self._rounds_nothing:
+            return list(map(Pair.same, in_float32(eqn, [p.value for p in operands])))
         if rounds(eqn):
             return [self._cast(step, operands[0], body)]
         if (kept := passed_on(eqn)) is not None and step.rounding is None:
@@ -332,16 +373,13 @@ def _is_counted(x: Any) -> bool:
     return dtype is not None and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
 
 
-def _read(env: dict[Any, Pair], atom: Any) -> Pair:
-    return Pair.same(atom.val) if hasattr(atom, "val") else env[atom]
-
-
 def run(
     closed: Any,
     consts: Sequence[Any],
     args: Sequence[Any],
     handlers: Mapping[str, Any],
     few: int = FEW,
+    numbers: Numbers | None = None,
 ) -> tuple[list[Pair], Shadow]:
     """Runs a program; returns its results with their shadows, and what happened.
 
@@ -351,8 +389,9 @@ def run(
       args: the arguments.
       handlers: how equations that hold jaxprs are run.
       few: how many iterations of a loop run equation by equation.
+      numbers: those that the program holds rounded; None if it holds none.
     """
-    shadow = Shadow(handlers, few)
+    shadow = Shadow(handlers, few, numbers)
     pairs = [Pair.same(x) for x in consts]
     for number, x in enumerate(args):
         shadow.rows.append(Row(None, None, TOP, (), "argument", of=number))
@@ -361,3 +400,23 @@ def run(
     values = _compat.as_arrays(closed, [pair.value for pair in found])
     same = zip(found, values, strict=True)
     return [p if p.value is x else Pair.same(x, p.row) for p, x in same], shadow
+
+
+def unrounded(
+    closed: Any, args: Sequence[Any], handlers: Mapping[str, Any], few: int = FEW
+) -> list[Any]:
+    """Runs a program without any rounding, its own ones in loops too.
+
+    Args:
+      closed: a closed jaxpr.
+      args: its arguments.
+      handlers: how equations that hold jaxprs are run.
+      few: how many iterations of a loop run equation by equation.
+
+    Returns:
+      Its results, float32 in place of half.
+    """
+    shadow = Shadow(handlers, few, None, rounds_nothing=True)
+    found = shadow.evaluate(closed, list(map(shadow.given, args)))
+    values = _compat.as_arrays(closed, [pair.value for pair in found])
+    return list(map(to_float32, values))

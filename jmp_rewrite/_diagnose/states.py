@@ -101,6 +101,7 @@ class Carry:
 
     def __init__(self, e: Shadow, pairs: Sequence[Pair]) -> None:
         self._e = e
+        self._entered = [p.row for p in pairs]
         self._rows = [e.add("carry", [p.row], slot) for slot, p in enumerate(pairs)]
         self.start = [state_of(e, p) for p in pairs]
 
@@ -115,9 +116,10 @@ class Carry:
         return [state_of(self._e, p) for p in pairs]
 
     def results(self, states: Sequence[State]) -> list[Pair]:
-        """Returns the carries of the last iteration."""
+        """Returns the carries of the last iteration, or of none what has entered."""
         carried = [self._e.rows[row].carried for row in self._rows]
-        return [Pair(*s, row) for s, row in zip(states, carried, strict=True)]
+        made = [c if c >= 0 else e for c, e in zip(carried, self._entered, strict=True)]
+        return [Pair(*s, row) for s, row in zip(states, made, strict=True)]
 
 
 class Traced:

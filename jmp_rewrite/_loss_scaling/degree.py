@@ -5,7 +5,8 @@ and divided by the scale they are of degree 0. A norm is of the degree of its op
 variance of twice that. What compares a value of degree 1 with a fixed number, as
 clipping does, or adds one to it, as weight decay does, has no degree: what it makes is
 right for one scale only. What the backward pass reads, as parameters, is of degree 0;
-what only the update reads, as moments, is of the degree of what is added to it.
+what only the update reads, as moments, is of the degree of what is added to it. Zeros
+are of every degree, also those that a backward rule returns.
 
 It is dimensional analysis, after the backward pass alone. Where it does not know, it
 says so, and nobody is warned.
@@ -81,13 +82,15 @@ def degrees(
         found = known[id(eqn)]
         return found[_compat.result_index(eqn, tracer)]
 
-    for eqn in in_order(tracers, is_backward):
+    for eqn in in_order(tracers, lambda eqn: is_backward(eqn) and scaled[id(eqn)]):
         gradient = Fraction(scaled[id(eqn)])
-        if is_backward(eqn):
+        if gradient and is_backward(eqn):
             known[id(eqn)] = [gradient] * len(eqn.outvars)
-        else:
-            operands = [of(x) for x in _compat.reads(eqn)]
-            known[id(eqn)] = _results(eqn, operands, gradient)
+            continue
+        found = _results(eqn, [of(x) for x in _compat.reads(eqn)], gradient)
+        if is_backward(eqn):
+            found = [d if d == ANY else gradient for d in found]
+        known[id(eqn)] = found
     return [of(tracer) for tracer in tracers]
 
 

@@ -42,9 +42,10 @@ CLIPPED = (
     "loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
 )
 PARTLY_SCALED = (
-    "a term of this loss is not multiplied by the loss scale, and this update divides "
-    "its gradients by it, so they all but vanish: pass the whole loss to scale_loss, "
-    "as in scale_loss(loss + penalty, opt_state)"
+    "a term of this loss, or the loss of some of these parameters, is not multiplied "
+    "by the loss scale, and this update divides its gradients by it, so they all but "
+    "vanish: pass the whole loss to scale_loss, as in "
+    "scale_loss(loss + penalty, opt_state)"
 )
 SCALED_TWICE = (
     "this loss went through scale_loss twice, and its gradients are divided by the "
@@ -88,8 +89,11 @@ def _judge(
     if MIXED in found:
         return CLIPPED
     wanted = 0 if grads_unscaled else 1
-    if wanted - 1 in found:
-        return DIVIDED_TWICE if made.scaled else NOT_SCALED
+    lost = [g for g, d in zip(leaves, found, strict=True) if d == wanted - 1]
+    if lost and all(lineage([g], scale).scaled for g in lost):
+        return DIVIDED_TWICE
+    if lost:
+        return PARTLY_SCALED if made.scaled else NOT_SCALED
     if wanted + 1 in found and grads_unscaled:
         return NOT_UNSCALED
     return None

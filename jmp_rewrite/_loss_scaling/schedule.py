@@ -90,6 +90,25 @@ def check_schedule(schedule: Schedule) -> None:
         _check_number("init_scale", schedule.init_scale, _SMALLEST, _LARGEST)
 
 
+def check_arrays(loss_scale: Any, schedule: Schedule) -> None:
+    """Checks what the arrays hold, where that is known."""
+    try:
+        check_loss_scale(_known(loss_scale))
+        check_schedule(Schedule(*map(_known, schedule)))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; optax.inject_hyperparams makes arrays in the dtype of the "
+            "parameters, unless it is given hyperparam_dtype=jnp.float32"
+        ) from None
+
+
+def _known(x: Any) -> Any:
+    if not is_value(x) or isinstance(x, jax.core.Tracer) or np.ndim(x):
+        return x
+    number = float(x)
+    return int(number) if number.is_integer() else number
+
+
 def _check_number(
     name: str,
     value: Any,
@@ -121,7 +140,7 @@ def _is_number(x: Any) -> bool:
 
 
 def is_value(x: Any) -> bool:
-    """Whether `x` is an array or a tracer, whose value cannot be asked for."""
+    """Whether `x` is an array or a tracer, whose value need not be known."""
     return isinstance(x, jax.Array | np.ndarray | np.generic) and not isinstance(
         x, float
     )

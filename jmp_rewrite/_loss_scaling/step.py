@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +18,20 @@ from jmp_rewrite._loss_scaling.leaves import (
 )
 from jmp_rewrite._loss_scaling.state import loss_scale_state
 from jmp_rewrite._source import SCALED
+
+# Whether derivatives are those of the loss itself. It is in the keys of jit's caches.
+_IS_TRUE = jax.make_user_context(False)
+
+
+def of_the_loss(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function without `scale_loss` in it: its derivatives are true."""
+
+    @functools.wraps(fun)
+    def unscaled(*args: Any, **kwargs: Any) -> Any:
+        with _IS_TRUE(True):
+            return fun(*args, **kwargs)
+
+    return unscaled
 
 
 def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
@@ -55,7 +71,8 @@ def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:
             f"{_describe(loss)}: scale the loss alone, as in "
             "return scale_loss(loss, opt_state), aux"
         )
-    return _scale_gradient(loss, loss_scale_state(opt_state).loss_scale)
+    scale = loss_scale_state(opt_state).loss_scale
+    return loss if _IS_TRUE.value else _scale_gradient(loss, scale)
 
 
 def _describe(x: Any) -> str:

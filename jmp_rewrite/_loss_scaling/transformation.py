@@ -29,11 +29,13 @@ from jmp_rewrite._loss_scaling.leaves import (
 from jmp_rewrite._loss_scaling.misuse import warn_of_misuse
 from jmp_rewrite._loss_scaling.schedule import (
     Schedule,
+    check_arrays,
     check_loss_scale,
     check_schedule,
     next_state,
 )
 from jmp_rewrite._loss_scaling.state import LossScaleState, find_states
+from jmp_rewrite._loss_scaling.step import of_the_loss
 
 
 def loss_scaling(
@@ -66,8 +68,9 @@ def loss_scaling(
     Without `inner` it is an element of a chain. Put it first: it unscales the
     gradients, and turns those of a skipped step into zeros. The transformations after
     it still take a step on zeros: Adam's moments decay, its count and every schedule
-    advance, and momentum and weight decay move the parameters. So prefer the wrapping
-    form.
+    advance, and momentum and weight decay move the parameters. Gradients of half
+    parameters are half again behind it, and what is too small for that is zero. So
+    prefer the wrapping form.
 
     A skipped step returns updates of -0.0, which change no parameter by a bit, and
     leaves all of `inner_state` as it was. Use `where_applied` for everything else that
@@ -76,8 +79,12 @@ def loss_scaling(
 
     The update takes `grads_unscaled=True` for gradients that went through `unscale`.
     All other keyword arguments reach `inner`: `grad=` is taken to be scaled just as
-    the gradients are and is unscaled with them; `value=` and `value_fn=` are those of
-    the loss itself, which `scale_loss` does not change.
+    the gradients are and is unscaled with them; `value=` is that of the loss itself,
+    which `scale_loss` does not change. Functions (`value_fn=`, `obj_fn=`) may be the
+    loss that you differentiate: `scale_loss` does nothing where `inner` calls them, so
+    that a line search sees true slopes. The gradient that it stores is a true one, too;
+    take the gradients of a step from `jax.value_and_grad`, not from
+    `optax.value_and_grad_from_state`.
 
     An update that is traced looks at how its gradients were made, and warns if the loss
     was not scaled, if they are divided by the scale twice, or if they were clipped
@@ -108,9 +115,11 @@ def loss_scaling(
         existing checkpoint: `tx.init(params)._replace(inner_state=old_opt_state)`.
 
     Raises:
-        ValueError: an argument is out of range (only Python numbers are checked; arrays
-            are used as they are), `inner` is not a transformation, or, at `init`, it
-            contains loss scaling already.
+        ValueError: an argument is out of range (what an array holds is looked at by
+            `init`, unless it is traced: `optax.inject_hyperparams` makes arrays of the
+            parameters' dtype, so with half parameters give it
+            `hyperparam_dtype=jnp.float32`), `inner` is not a transformation, or, at
+            `init`, it contains loss scaling already.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -141,6 +150,7 @@ def loss_scaling(
     transformation = _as_transformation(inner)
 
     def init_fn(params: Any) -> LossScaleState:
+        check_arrays(loss_scale, schedule)
         inner_state = transformation.init(params)
         _check_not_nested(inner_state)
         first = 1.0 if loss_scale is None else init_scale
@@ -194,6 +204,9 @@ def loss_scaling(
         if "grad" in extra_args:
             same = extra_args["grad"] is updates
             extra_args["grad"] = grads if same else to_true(extra_args["grad"])
+        extra_args = {
+            name: of_the_loss(x) if callable(x) else x for name, x in extra_args.items()
+        }
         run = pass_through if loss_scale is None else apply_or_skip
         return run(grads, state, params, extra_args)
 

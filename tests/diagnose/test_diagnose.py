@@ -12,6 +12,7 @@ import optax
 import planted_faults
 import pytest
 from flax import nnx
+from jax.extend.core import Primitive
 from programs import normal
 
 from jmp_rewrite import Policy, diagnose, loss_scaling, mixed_precision, scale_loss
@@ -576,3 +577,132 @@ def test_a_loop_that_never_ends_in_half_is_named():
     assert "test_diagnose.py" in said and said in " ".join(str(diagnosis).split())
     assert diagnosis.error == np.inf and diagnosis.policy is None
     assert not diagnose(fun, "float32")(normal(4, 8, seed=1)).endless
+
+
+@pytest.mark.parametrize("kind", ["labels", "mask"])
+def test_integers_written_as_floats_are_exact(kind):
+    """No rounding changes them, so an Inf behind them is no rounding noise."""
+
+    def fun(w, x, integers):
+        h = jnp.square(x @ (100 * w)) @ w  # overflows
+        if kind == "mask":
+            return jax.nn.softmax(jnp.where(integers == 1, 1e-4 * h, -1e9))
+        logits = 1e-4 * h
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, integers[-1].astype(jnp.int32)
+        ).mean()
+
+    integers = jnp.asarray(np.tril(np.ones((8, 8), np.float32)))
+    found = diagnose(fun, "mixed_float16")(normal(8, 8), 3 * normal(8, 8), integers)
+    assert found.error == np.inf and not found.noise
+    assert found.worst.primitive == "square"
+
+
+def test_what_is_infinite_is_no_noise():
+    """Although its float32 value, a product with rounding errors, is nothing else."""
+
+    def fun(w, x):
+        h = jnp.square(x @ (100 * w)) @ w
+        return h * (x * (1 / 3) * 3 - x)
+
+    args = jnp.abs(normal(8, 8)), 3 * normal(8, 8)
+    assert diagnose(fun, "mixed_float16")(*args).error == np.inf
+
+
+def orthogonal(size):
+    return jnp.asarray(np.linalg.qr(normal(size, size))[0])
+
+
+def decaying(w, x):
+    for _ in range(40):
+        x = jnp.maximum((x @ w) * 0.997, -10.0)
+    return x @ w
+
+
+def decaying_in_a_loop(w, x):
+    def body(x, _):
+        return jnp.maximum((x @ w) * 0.997, -10.0), None
+
+    return jax.lax.scan(body, x, None, length=100)[0] @ w
+
+
+def decaying_by_hand(w, x):
+    def body(x, _):
+        half = x.astype(jnp.bfloat16) * jnp.bfloat16(1) * jnp.bfloat16(0.997)
+        return half.astype(jnp.float32) @ w, None
+
+    return jax.lax.scan(body, x, None, length=100)[0] @ w
+
+
+@pytest.mark.parametrize("fun", [decaying, decaying_in_a_loop, decaying_by_hand])
+def test_noise_is_float32_against_float32(fun):
+    """Not against half: neither a rounded literal, nor a user's own half in a loop."""
+    args = orthogonal(16), normal(8, 16)
+    found = diagnose(fun, "mixed_bfloat16")(*args)
+    assert not found.noise
+    half = mixed_precision(fun, "mixed_bfloat16")(*args)
+    if fun is not decaying_by_hand:
+        away = jnp.linalg.norm(half - fun(*args)) / jnp.linalg.norm(fun(*args))
+        assert abs(found.error - away) < 2**-8
+    assert found.error > 2**-5
+
+
+def test_a_literal_that_is_rounded_is_a_rounding_like_any_other():
+    def fun(w, x):
+        with jax.named_scope("a"):
+            return jnp.tanh((x @ w) * 1e-8 * 1e8) @ w
+
+    policy = Policy("mixed_float16", scopes={"a": "half"})
+    found = diagnose(fun, policy)(orthogonal(16), normal(8, 16))
+    assert found.error == 1.0 and not found.noise
+    assert found.worst.underflowed == 1 and found.worst.scope == "a"
+    assert found.why(found.worst).startswith("a constant, rounded for mul: 1 of 1")
+    assert found.policy_error < 2**-8
+
+
+def test_a_value_where_float32_has_zeros_is_infinitely_wrong(recwarn):
+    reference = results.Reference([jnp.zeros(3)], [])
+    assert reference.errors([jnp.ones(3)]) == [np.inf] and not recwarn.list
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_loop_hands_on_what_has_entered_it(times):
+    """Also where its condition does not hold even once."""
+
+    def fun(w, x, n):
+        h = jnp.square(x @ (1e3 * w)) @ w  # overflows
+        return jax.lax.fori_loop(0, n, lambda _, h: 0.5 * h, h)
+
+    found = diagnose(fun, "mixed_float16")(jnp.eye(8), normal(8, 8), jnp.int32(times))
+    assert found.error == np.inf and found.worst.primitive == "square"
+
+
+def test_an_ensemble_is_diagnosed():
+    """The states of loss scaling are stacked: of several scales the least counts."""
+    tx = loss_scaling(optax.adam(1e-2))
+
+    def step(w, state, x):
+        grad = jax.grad(lambda w: scale_loss(jnp.mean((x @ w) ** 2), state))(w)
+        updates, state = tx.update(grad, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = 0.1 * normal(3, 8, 4)
+    state = jax.vmap(tx.init)(w)
+    state = state._replace(loss_scale=state.loss_scale.at[1].multiply(0.5))
+    ensemble = jax.vmap(step, (0, 0, None))
+    found = diagnose(ensemble, "mixed_float16")(w, state, normal(8, 8))
+    assert found.loss_scale == 2.0**14 and found.error < found.tolerance
+
+
+def test_a_policy_with_a_primitive_of_ones_own_is_extended():
+    own = Primitive("my_gelu")
+    own.def_impl(jax.nn.gelu)
+    own.def_abstract_eval(lambda x: x)
+    policy = Policy("mixed_float16", rules={own: "infer"})
+
+    def fun(w, x):
+        with jax.named_scope("layer"):
+            return jnp.square(own.bind(x @ (1e3 * w))) @ w
+
+    found = diagnose(fun, policy)(jnp.eye(16), normal(8, 16))
+    assert found.policy == policy.replace(scopes={"layer": "float32"})

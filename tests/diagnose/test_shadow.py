@@ -14,9 +14,8 @@ from programs import BY_NAME, PROGRAMS, W, mesh, normal
 from jmp_rewrite import _compat, _rewrite, use_passes
 from jmp_rewrite._diagnose import shadow as _shadow
 from jmp_rewrite._diagnose.calls import HANDLERS
-from jmp_rewrite._diagnose.evaluate import evaluate
 from jmp_rewrite._diagnose.findings import findings_of
-from jmp_rewrite._diagnose.float32 import in_float32
+from jmp_rewrite._diagnose.numbers import Numbers
 from jmp_rewrite._passes.by_device import resolve
 from jmp_rewrite._policy import Policy
 
@@ -51,7 +50,8 @@ def shadowed(fun, args, policy="mixed_bfloat16", few=_shadow.FEW):
     plan = _rewrite.decide_traced(traced, Policy(policy))
     consts = _compat.constants(traced.closed)
     closed = resolve(_rewrite.optimized(plan).closed, "", required=False)
-    pairs, run = _shadow.run(closed, consts, traced.arrays, HANDLERS, few)
+    numbers = Numbers(plan.graph.nodes)
+    pairs, run = _shadow.run(closed, consts, traced.arrays, HANDLERS, few, numbers)
     return pairs, run, traced, plan
 
 
@@ -60,7 +60,7 @@ def both(fun, args, policy="mixed_bfloat16", rounded_less=False, few=_shadow.FEW
     pairs, run, traced, plan = shadowed(fun, args, policy, few)
     consts = _compat.constants(traced.closed)
     rewritten = as_written(plan, consts, traced.arrays, rounded_less)
-    original = evaluate(traced.closed, traced.arrays, in_float32)
+    original = _shadow.unrounded(traced.closed, traced.arrays, HANDLERS)
     findings, _ = findings_of(run, [None] * len(traced.arrays))
     return pairs, rewritten, original, findings
 
@@ -342,3 +342,44 @@ def test_memory_is_freed_after_the_last_use():
     shadowed(fun, (x, w))
     # The 20 layers in two programs, kept, would be 40 arrays.
     assert max(alive) - min(alive) < 8 * x.nbytes
+
+
+def rounded(x, half):
+    return x.astype(half) * jnp.asarray(1.25, half)
+
+
+def scans(x, half):
+    return lax.scan(lambda c, _: (rounded(c, half), c.sum()), rounded(x, half), None, 9)
+
+
+def repeats(x, half):
+    return lax.while_loop(
+        lambda c: c[0] < 3,
+        lambda c: (c[0] + 1, rounded(c[1], half)),
+        (0, x.astype(half)),
+    )
+
+
+def chooses(x, half):
+    def step(c, i):
+        one, other = (lambda c: rounded(c, half)), (lambda c: c.astype(half) / 3)
+        return lax.cond(i % 2 == 0, one, other, c).astype(jnp.float32), None
+
+    return lax.scan(step, x, jnp.arange(4))[0]
+
+
+def calls(x, half):
+    f = jax.custom_jvp(jax.jit(lambda x: rounded(x, half)))
+    f.defjvp(lambda p, t: (f(*p), t[0]))
+    return f(x), jax.checkpoint(lambda x: rounded(x, half).sum())(x)
+
+
+@pytest.mark.parametrize("few", [0, _shadow.FEW])
+@pytest.mark.parametrize("fun", [scans, repeats, chooses, calls])
+def test_without_rounding_a_programs_own_half_is_float32(fun, few):
+    x = normal(4, 8)
+    traced = _rewrite.trace_call(lambda x: fun(x, jnp.bfloat16), (x,), {})
+    found = _shadow.unrounded(traced.closed, traced.arrays, HANDLERS, few)
+    wanted = jax.tree.leaves(fun(x, jnp.float32))
+    for got, want in zip(found, wanted, strict=True):
+        assert got.dtype == want.dtype and relative_error(got, want) < FUSED

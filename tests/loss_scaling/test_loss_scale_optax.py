@@ -150,7 +150,11 @@ def make_step(name, tx, scaled):
 
     def step(p, state, x):
         value, grads = value_and_grads(p, x, state if scaled else None)
-        value_fn = functools.partial(loss_fn, x=x)
+
+        def value_fn(p):  # the function that is differentiated
+            loss = jax.jit(loss_fn)(p, x)
+            return scale_loss(loss, state) if scaled else loss
+
         extra = {"value": value, "grad": grads, "value_fn": value_fn}
         if name == "contrib.sophia":
             extra["obj_fn"] = value_fn
@@ -392,3 +396,52 @@ def test_complex_gradients(dtype):
     grads["c"] = grads["c"].at[0].set(complex(0, jnp.inf))
     updates, _ = tx.update(grads, state, p)
     assert bits(optax.apply_updates(p, updates)) == bits(p)
+
+
+def test_a_line_search_sees_the_slopes_of_the_loss():
+    """Also of the very function that is differentiated, which `jit` has cached."""
+
+    def rosenbrock(p):
+        return jnp.sum(100 * (p[1:] - p[:-1] ** 2) ** 2 + (1 - p[:-1]) ** 2)
+
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_zoom_linesearch(15))
+    start = jnp.array([-1.2, 1.0, 0.5, -0.7])
+    gradients = []
+    for tx in (search, loss_scaling(search)):
+        p, state = start, tx.init(start)
+        is_scaled = tx is not search
+
+        @jax.jit
+        def loss(p, state, is_scaled=is_scaled):
+            return scale_loss(rosenbrock(p), state) if is_scaled else rosenbrock(p)
+
+        for _ in range(2):
+            fun = functools.partial(loss, state=state)
+            value, grad = jax.value_and_grad(fun)(p)
+            extra = {"value": value, "grad": grad, "value_fn": lambda p, f=fun: f(p)}
+            updates, state = tx.update(grad, state, p, **extra)
+            p = optax.apply_updates(p, updates)
+        gradients.append(optax.tree.get(state, "grad"))
+    assert jnp.array_equal(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**17])
+def test_a_scale_that_the_parameters_dtype_cannot_hold_is_refused(loss_scale):
+    """`inject_hyperparams` makes it inf: every step would be skipped for ever."""
+    make = functools.partial(
+        optax.inject_hyperparams, loss_scaling, static_args=("inner",)
+    )
+    half = jnp.ones(3, jnp.float16)
+    with pytest.raises(ValueError, match="got inf; .*hyperparam_dtype=jnp.float32"):
+        make()(optax.sgd(0.1), loss_scale).init(half)
+    tx = make(hyperparam_dtype=jnp.float32)(optax.sgd(0.1), loss_scale)
+    _, state = tx.update(half, tx.init(half), half)
+    state = loss_scale_state(state)
+    assert jnp.isfinite(state.loss_scale) and state.skipped_steps == 0
+
+
+def test_what_an_array_holds_is_checked_at_init():
+    with pytest.raises(ValueError, match="expected growth_factor to be a number"):
+        loss_scaling(growth_factor=jnp.float32(1.0)).init(jnp.ones(3))
+    jax.jit(loss_scaling(growth_interval=jnp.float32(2000.0)).init)(jnp.ones(3))

@@ -114,6 +114,22 @@ def scaled_in_a_loss(params, opt_state, x):
     return 2 * scale_loss(mse(params, x), opt_state)
 
 
+def with_rule(rule):
+    """A scaled loss whose backward rule returns this for `v`: no gradient."""
+
+    @jax.custom_vjp
+    def product(h, v):
+        return h @ v
+
+    product.defvjp(lambda h, v: (h @ v, (h, v)), lambda hv, g: (g @ hv[1].T, rule(*hv)))
+
+    def loss(params, opt_state, x):
+        h = product(jnp.tanh(x @ params["w"]), params["v"])
+        return scale_loss(jnp.mean(h**2), opt_state)
+
+    return step_of(of(loss))
+
+
 CLIP_INSIDE = optax.chain(optax.clip_by_global_norm(1.0), SGD)
 FIXED = loss_scaling(optax.sgd(0.1), 1024.0)
 
@@ -192,6 +208,18 @@ WRONG = {
     "a term is not scaled": (
         "pass the whole loss",
         step_of(of(lambda p, s, x: scale_loss(mse(p, x), s) + penalty(p))),
+    ),
+    "the loss of one parameter is not scaled": (
+        "the loss of some of these parameters",
+        step_of(
+            lambda p, s, x: {
+                "w": scaled_grads(p, s, x)["w"], "v": plain_grads(p, s, x)["v"]
+            }
+        ),
+    ),
+    "a rule returns a step in place of a gradient": (
+        "the loss of some of these parameters",
+        with_rule(lambda h, v: v - jnp.mean(h)),
     ),
     "gradients of two losses": (
         "put loss_scaling outside",
@@ -290,6 +318,10 @@ RIGHT = {
         tx=optax.chain(
             loss_scaling(), optax.adaptive_grad_clip(0.1), optax.adamw(0.1)
         ),
+    ),
+    "a rule returns zeros": with_rule(lambda h, v: jnp.zeros_like(v)),
+    "a rule computes zeros": with_rule(
+        lambda h, v: -jax.jit(jnp.zeros_like)(v).T.reshape(v.shape) * jnp.mean(h)
     ),
     "chain's element": step_of(
         scaled_grads, tx=optax.chain(loss_scaling(), optax.adam(0.1))
