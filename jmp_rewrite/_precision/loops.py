@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from jmp_rewrite._graph import EITHER, Graph, Loop, Value, is_backward, reached
+from jmp_rewrite._graph import EITHER, Graph, Loop, Node, Value, is_backward, reached
 from jmp_rewrite._precision.origins import (
     MOVES,
     leads_to_product,
@@ -13,9 +14,12 @@ from jmp_rewrite._precision.origins import (
     moves,
     up_to_exponents,
 )
+from jmp_rewrite._precision.products import contracted
 from jmp_rewrite._precision.terms import source_of
 from jmp_rewrite._rules import COPIES, ELEMENTWISE, PICKS, Category
 
+# What takes a part of what it reads.
+_PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 # What hands on elements as they were, some left out, repeated or set.
 _COPIES = COPIES | {"carry_out", "dynamic_update_slice", "scatter"}
 
@@ -28,15 +32,17 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
     A loop over train steps also multiplies a carry (the weights) by slices (batches):
     it is told apart because its body holds a backward pass of its own. Nor is it a
     stream of which a part is handed on as it was, as by a coupling of a flow: a layer
-    adds to all of it, and what none has changed is as exact as at the beginning.
+    adds to all of it, and what none has changed is as exact as at the beginning. Nor
+    is one whose slices stand twice in an iteration, as an operator and its transpose:
+    they are examples, and the carry is a weight that learns from them.
     """
     streams: dict[int, set[Hashable]] = {}
-    consumers = graph.consumers()
+    consumers, predecessors = graph.consumers(), graph.predecessors()
     made = made_by_products(graph, categories) if graph.loops else set()
     for loop in graph.loops:
         if loop.eqn.primitive.name != "scan" or _trains(graph, loop):
             continue
-        products = _layer_products(graph, loop, categories, made)
+        products, reads = _layer_products(graph, loop, categories, made)
         within = loop.nodes.__contains__
 
         def copies(index: int, loop: Loop = loop) -> bool:
@@ -46,14 +52,16 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
             if handed_on in reached([received], consumers, copies):
                 continue
             ahead = reached([received], consumers, within)
-            layers = [
-                product
-                for product in products
-                if any(v.node in ahead for v in graph.nodes[product].inputs)
-                and handed_on in reached([product], consumers, within)
-            ]
-            if layers:
-                streams[received] = {w for n in layers for w in products[n]}
+            behind = reached([handed_on], predecessors, within)
+            between = {
+                n
+                for n in loop.nodes
+                if n in behind and any(v.node in ahead for v in graph.nodes[n].inputs)
+            }
+            weights = {w for n in products.keys() & between for w in products[n]}
+            ways = {(w, way) for w in weights for n, way in reads[w] if n in between}
+            if weights and len(ways) == len(weights):
+                streams[received] = set(map(_whole, weights))
     return streams.keys() - _undone(graph, streams)
 
 
@@ -261,14 +269,30 @@ def _row(stack: Value) -> int:
     return stack.size // max(stack.aval.shape[0], 1)
 
 
+def _hands_on(node: Node, categories: Sequence[Category | None]) -> bool:
+    """Whether a node moves what it reads, or scales it by a number."""
+    return categories[node.index] is Category.CLEAR or node.name == "mul"
+
+
+def _whole(weight: Any) -> Hashable:
+    """Returns the array of which a weight is a part."""
+    while len(weight) > 2:  # a part: of what, and which result of which node
+        weight = weight[0]
+    return weight
+
+
 def _layer_products(
     graph: Graph,
     loop: Loop,
     categories: Sequence[Category | None],
     made: set[int],
-) -> dict[int, set[Hashable]]:
-    """Returns the products of a loop with slices of weights, and of which arrays."""
-    moved: dict[int, Hashable] = {}
+) -> tuple[dict[int, set[Hashable]], dict[Hashable, list[tuple[int, Hashable]]]]:
+    """Returns the products of a loop with slices of weights, and of which arrays.
+
+    With them comes, for each of these arrays, who reads a slice of it, and how. Parts
+    of a slice are weights of their own.
+    """
+    moved: dict[int, tuple[Hashable, tuple[Any, ...]]] = {}  # which weight, turned how
     length = loop.eqn.params["length"]
     slices = (v for n in loop.nodes for v in graph.nodes[n].inputs)
     stacks = {v.node for v in slices if v.slice_of == loop.token} - {-1}
@@ -276,19 +300,32 @@ def _layer_products(
     avals = {n: eqn.outvars[0].aval for n, eqn in made_by if eqn is not None}
     spread = {n for n, a in avals.items() if _is_one(graph, Value(a, n), length)}
 
-    def array(value: Value) -> Hashable:
+    def found(value: Value) -> tuple[Hashable, tuple[Any, ...]] | None:
         if value.slice_of == loop.token:
             is_own = value.node not in made and value.node not in spread
-            return (value.node, value.argument) if is_own else None
-        return moved.get(value.node)
+            return ((value.node, value.argument), ()) if is_own else None
+        weight = moved.get(value.node)
+        if weight is None or graph.nodes[value.node].name not in _PARTS:
+            return weight
+        return (weight[0], value.node, value.result), weight[1]
 
     products: dict[int, set[Hashable]] = {}
+    reads: dict[Hashable, list[tuple[int, Hashable]]] = collections.defaultdict(list)
     for index in loop.nodes:
         node = graph.nodes[index]
+        sources = [s for v in node.inputs if (s := found(v)) is not None]
         if categories[index] is Category.ALLOW:
-            if weights := {array(v) for v in node.inputs} - {None}:
-                products[index] = weights
-        elif categories[index] is Category.CLEAR and len(node.inputs) == 1:
-            if (source := array(node.inputs[0])) is not None:
-                moved[index] = source
-    return products
+            for value in node.inputs:
+                if (source := found(value)) is not None:
+                    weight, turned = source
+                    products.setdefault(index, set()).add(weight)
+                    reads[weight].append((index, (contracted(node, value), turned)))
+        elif node.name == "mul" and len(node.inputs) > 1:
+            for weight, _ in sources:
+                reads[weight].append((index, node.name))
+        elif len(node.inputs) == 1 and sources and _hands_on(node, categories):
+            ((weight, turned),) = sources
+            is_turn = node.name == "transpose"
+            turn = node.eqn.params["permutation"] if is_turn else ()
+            moved[index] = weight, (*turned, turn) if is_turn else turned
+    return products, reads

@@ -8,7 +8,15 @@ from typing import Any
 
 import jax
 
-from jmp_rewrite._graph import Graph, Node, elements, is_backward, is_half, reached
+from jmp_rewrite._graph import (
+    Graph,
+    Node,
+    Value,
+    elements,
+    is_backward,
+    is_half,
+    reached,
+)
 from jmp_rewrite._precision.origins import is_indicator, is_zero
 from jmp_rewrite._precision.phases import products_of_phases
 from jmp_rewrite._rules import PRODUCTS, Category
@@ -136,3 +144,14 @@ def _of_exact_values(graph: Graph, candidates: set[int]) -> dict[int, str]:
         made |= reached(of_made, consumers)
         for node in of_made:
             del why[node]
+
+
+def contracted(product: Node, value: Value) -> str:
+    """Returns the dimensions of an operand that a product sums up."""
+    numbers = product.eqn.params.get("dimension_numbers")
+    if product.name == "dot_general":
+        operand = next(n for n, v in enumerate(product.inputs) if v is value)
+        numbers = numbers[0][operand] if len(product.inputs) == 2 else numbers[0]
+    elif product.name == "conv_general_dilated":
+        numbers = numbers.rhs_spec
+    return str(numbers)

@@ -37,6 +37,7 @@ from jmp_rewrite._graph import (
     reached,
 )
 from jmp_rewrite._precision.origins import MOVES, Roots
+from jmp_rewrite._precision.products import contracted
 from jmp_rewrite._rules import ELEMENTWISE, Category
 
 # Arithmetic that makes a new value of an old one and an update.
@@ -233,7 +234,7 @@ class _Walk:
     def _weights(self, product: Node) -> list[Hashable]:
         """Returns which exact arrays a product reads, and how, by name."""
         return [
-            (self._roots.root(v), _dimensions(product, v))
+            (self._roots.root(v), contracted(product, v))
             for v in product.inputs
             if v.node not in self._made
         ]
@@ -481,18 +482,7 @@ class _Walk:
 
 def _contracted(product: Node, value: Value) -> Hashable:
     """Returns which array a product reads, and which of its dimensions it sums up."""
-    return value.node, value.argument, value.slice_of, _dimensions(product, value)
-
-
-def _dimensions(product: Node, value: Value) -> str:
-    """Returns the dimensions of an operand that a product sums up."""
-    numbers = product.eqn.params.get("dimension_numbers")
-    if product.name == "dot_general":
-        operand = next(n for n, v in enumerate(product.inputs) if v is value)
-        numbers = numbers[0][operand] if len(product.inputs) == 2 else numbers[0]
-    elif product.name == "conv_general_dilated":
-        numbers = numbers.rhs_spec
-    return str(numbers)
+    return value.node, value.argument, value.slice_of, contracted(product, value)
 
 
 def _reads_argument(node: Node) -> bool:

@@ -87,6 +87,34 @@ def scanned(of):
     return fun, draws(lambda rng: np.abs(normal(rng, 40)))
 
 
+def least_mean_squares(w, t):
+    x, y = t
+    return w + f32(1e-3) * jnp.outer(x, y - x @ w)
+
+
+def temporal_differences(w, t):
+    now, later, reward = t
+    return w + f32(1e-3) * now.T @ (reward + f32(0.9) * (later @ w) - now @ w)
+
+
+def hebb(w, x):
+    return w + f32(1e-3) * x[:, None] * jnp.tanh(x @ w)
+
+
+def learned(rule, *examples):
+    """A weight that learns from one example in each iteration of a scan."""
+
+    def fun(w, v, *xs):
+        xs = xs[0] if len(xs) == 1 else xs
+        return lax.scan(lambda w, x: (rule(w, x), None), w, xs)[0] @ v
+
+    def draw(rng):
+        first = normal(rng, 8, 4, scale=0.4), normal(rng, 4, 5)
+        return (*first, *(normal(rng, 60, *shape) for shape in examples))
+
+    return fun, draw
+
+
 PROGRAMS = {
     "picked by an index": by_weight(
         lambda w, ws, i: ws[i],
@@ -114,6 +142,9 @@ PROGRAMS = {
     ),
     "spread": scanned(lambda w, t: jnp.broadcast_to(w, (40, 8, 8))),
     "scaled by time": scanned(lambda w, t: w * t[:, None, None]),
+    "least mean squares": learned(least_mean_squares, (8,), (4,)),
+    "temporal differences": learned(temporal_differences, (16, 8), (16, 8), (16, 4)),
+    "Hebb": learned(hebb, (8,)),
     "reflected": by_state(lambda s, u: jnp.abs(s + u)),
     "its square": by_state(lambda s, u: jnp.sqrt(jnp.square(s) + u**2)),
     "sorted": by_state(lambda s, u: lax.top_k(s + u, 8)[0]),
