@@ -8,7 +8,7 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, is_backward, is_half, reached
-from jmp_rewrite._rules import Category
+from jmp_rewrite._rules import PRODUCTS, Category
 from jmp_rewrite._source import is_scaling
 
 # A loss scale that is written down is larger, and what derivatives multiply by smaller.
@@ -19,24 +19,25 @@ def is_unscaled(graph: Graph) -> bool:
     """Whether a program holds a backward pass, and no loss scale.
 
     The loss is a number, and a scale another one that the backward pass multiplies it
-    by, or a literal. A temperature multiplies arrays. What `scale_loss` multiplies, of
-    any shape and dtype, is marked.
+    by and that no matrix multiplication made, or a literal: one that multiplies arrays
+    is a power of two, or it is a temperature. What `scale_loss` multiplies, of any
+    shape and dtype, is marked.
     """
     bodies = (_compat.open_jaxpr(use.jaxpr) for use in graph.uses())
     if any(is_scaling(eqn) for body in bodies for eqn in body.eqns):
         return False
     backward = [node for node in graph.nodes if is_backward(node)]
+    products = (n.index for n in graph.nodes if n.name in PRODUCTS)
+    made = reached(products, graph.consumers()) if backward else set()
     for node in backward:
         is_number = not any(aval.shape for aval in node.avals)
-        if (
-            is_number
-            and node.name == "mul"
-            and any(v.made_of_data for v in node.inputs)
-        ):
+        data = (v for v in node.inputs if v.made_of_data and v.node not in made)
+        if is_number and node.name == "mul" and any(data):
             return False
         for number in node.literals.values():
             factor = abs(1 / number) if node.name == "div" and number else abs(number)
-            if node.name in ("div", "mul") and np.any(factor >= _FACTOR):
+            is_scale = is_number or np.all(np.frexp(factor)[0] == 0.5)
+            if node.name in ("div", "mul") and is_scale and np.any(factor >= _FACTOR):
                 return False
     return bool(backward)
 

@@ -456,6 +456,25 @@ def test_a_float16_step_without_a_loss_scale_is_heard(policy, scale, caplog):
     assert any("Scale the loss" in text for text in report.advice) == is_wrong
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: jnp.sqrt(jnp.square(z).mean()),
+        lambda z: jnp.square(z).mean() * jnp.abs(z).mean(),
+        lambda z: -jax.nn.log_softmax(z / 0.01)[:, 0].mean(),
+        lambda z: (jax.nn.softplus(100 * z) / 100).mean(),
+    ],
+    ids=["a root", "a product", "a temperature", "a sharp softplus"],
+)
+def test_what_a_loss_multiplies_by_is_no_scale(loss):
+    def step(w, x):
+        return w - jax.grad(lambda w: loss(jnp.tanh(x @ w) @ w))(w)
+
+    w = x = jnp.ones((8, 8))
+    report = explain(step, "mixed_float16")(w, x)
+    assert any("Scale the loss" in text for text in report.advice)
+
+
 @pytest.mark.parametrize("kind", ["each example", "vmap", "ensemble"])
 def test_a_scaled_float16_step_is_not_told_to_scale(kind, caplog):
     """Of whatever shape the loss is where it is scaled."""
