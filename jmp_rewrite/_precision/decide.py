@@ -268,7 +268,9 @@ def _label(node: Node, pins: Pins, labels: Sequence[bool]) -> Label:
         return Label.FLOAT32
     steps = node.name in table.SHARP  # `round`: not the same of a rounded operand
     # Half keys would make ties, and other indices.
-    steps |= node.name in SORTS | CHOOSES and not all(sources)
+    steps |= node.name in SORTS and not all(sources)
+    # Nor is the largest of a window another one than in the forward pass.
+    steps |= node.name in CHOOSES and not sources[-1]
     # A sum beside the products is to find it as it was before it is rounded.
     steps |= node.name == "neg" and pins.whole_step and not all(sources)
     size = node.size

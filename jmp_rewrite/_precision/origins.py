@@ -218,7 +218,9 @@ class Roots:
                 stack += unknown
                 continue
             self._known[stack.pop()] = self._name(node)
-        return self._known[value.node]
+        known = self._known[value.node]
+        is_part = len(self._nodes[value.node].avals) > 1
+        return (known, value.result) if is_part else known
 
     def _name(self, node: Node) -> Hashable:
         if _is_own(node):
@@ -226,7 +228,7 @@ class Roots:
         if node.name == "join":  # of a branch that hands on a weight, and others zeros
             found = {self.root(v) for v in node.inputs if v.made_of_data}
             return found.pop() if len(found) == 1 else node.index
-        if node.name in MOVES and len(node.inputs) == 1:
+        if node.name in MOVES and len(node.inputs) == len(node.avals) == 1:
             return self.root(node.inputs[0])
         if node.name in ELEMENTWISE:
             of = frozenset(self.root(v) for v in self._parameters(node))

@@ -6,6 +6,7 @@ layers have weights of their own.
 """
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -181,7 +182,17 @@ def of_a_stack(ws, x):
     return x @ first[0]
 
 
-@pytest.mark.parametrize("fun", [network, of_a_stack])
+def taken_apart(ws, x):
+    first, second = jnp.stack([a for a, _ in ws]), jnp.stack([b for _, b in ws])
+    return network(list(zip(first, second, strict=True)), x)
+
+
+def of_one_vector(ws, x):
+    flat, undo = jax.flatten_util.ravel_pytree(ws)
+    return network(undo(flat), x)
+
+
+@pytest.mark.parametrize("fun", [network, of_a_stack, taken_apart, of_one_vector])
 @pytest.mark.parametrize("captured", [True, False])
 def test_layers_are_told_apart(fun, captured):
     """By their weights, also by those that the function has captured."""
