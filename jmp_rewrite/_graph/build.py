@@ -23,6 +23,7 @@ from jmp_rewrite._graph.higher_order import HANDLERS
 from jmp_rewrite._graph.joined import Padded
 from jmp_rewrite._graph.kernels import Kernels
 from jmp_rewrite._graph.nodes import (
+    DRAWN,
     FLOAT32,
     Graph,
     Inner,
@@ -32,6 +33,7 @@ from jmp_rewrite._graph.nodes import (
     Opaque,
     Value,
     elements,
+    is_drawn,
     is_float32,
     reads_float32,
 )
@@ -41,7 +43,6 @@ from jmp_rewrite._rules import (
     LEFT_ALONE,
     MAKES_DATA,
     MOVES_NUMBER,
-    VIEWS,
     held_jaxprs,
 )
 from jmp_rewrite._source import where
@@ -63,6 +64,9 @@ _NO_LITERALS: dict[int, Any] = {}
 # Known arrays up to this many elements are named by their numbers.
 _SHORT = 64
 
+# What makes random bits of a key.
+_RANDOM = frozenset({"random_bits", "rng_bit_generator", "threefry2x32"})
+
 # Equal ones of these have different results.
 _DRAWS = frozenset({"rng_uniform", *LEFT_ALONE})
 
@@ -72,6 +76,8 @@ _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
 _LOOPS = frozenset({"scan", "while"})
 # A known number stays known through these, and is known behind a sign.
 _KEEPS_NUMBER = MOVES_NUMBER | {"neg"}
+# What may take one element of an array.
+_TAKES_ELEMENT = frozenset({"reshape", "slice", "squeeze"})
 
 
 def build(
@@ -283,15 +289,23 @@ class Builder:
             number = self._names.setdefault(key, len(self._names))
         except TypeError:  # a parameter that has no hash
             return results
+        is_drawn = eqn.primitive.name in _RANDOM or any(map(self._is_drawn, operands))
+        name: tuple[Hashable, ...] = (DRAWN, number) if is_drawn else (number,)
         for i, var in enumerate(eqn.outvars):
             if is_float32(var.aval) or not _is_named(var.aval):
                 continue
             value = results[i]
             if value is None:
-                results[i] = Value(var.aval, name=(number, i))
+                results[i] = Value(var.aval, name=(*name, i))
             elif value.constant is None:
-                value.name = number, i
+                value.name = *name, i
         return results
+
+    def _is_drawn(self, value: Value | None) -> bool:
+        """Whether a value is made of random bits alone."""
+        if value is None or value.node < 0:
+            return value is not None and is_drawn(value.name)
+        return self.nodes[value.node].drawn
 
     def _leaf(
         self, eqn: Any, env: dict[Any, Value], place: Place, trips: int
@@ -335,10 +349,12 @@ class Builder:
         node.mixed = _mixes(eqn)
         node.of_bits = of_bits
         node.disjoint = len(filled) > 1
-        if len(operands) > len(inputs) + len(literals):
-            node.others = _names(
-                [v for v in operands if v is None or not is_float32(v.aval)]
-            )
+        beside = [v for v in operands if v is None or not is_float32(v.aval)]
+        if beside:
+            node.others = _names(beside)
+            node.drawn = any(map(self._is_drawn, beside))
+        if inputs:
+            node.drawn = all(map(self._is_drawn, inputs))
         if name == "scatter-add":
             indices = operands[1]
             node.disjoint = updates_are_disjoint(
@@ -582,7 +598,7 @@ def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:
         return None
     name, number = eqn.primitive.name, operands[0].constant
     if np.ndim(number) > 0:
-        return _element(eqn, number)
+        return _element(eqn, number) if name in _TAKES_ELEMENT else None
     if name not in _KEEPS_NUMBER or number is None:
         return None
     if name == "convert_element_type":
@@ -592,14 +608,11 @@ def _kept_number(eqn: Any, operands: Sequence[Value | None]) -> Any:
 
 def _element(eqn: Any, array: np.ndarray) -> np.ndarray | None:
     """Returns the one number of a known array that a result is, as a coefficient."""
-    aval, params = eqn.outvars[0].aval, eqn.params
-    if aval.shape and any(size != 1 for size in aval.shape):
+    if any(size != 1 for size in eqn.outvars[0].aval.shape):
         return None
     if eqn.primitive.name == "slice":
-        bounds = params["start_indices"], params["limit_indices"]
+        bounds = eqn.params["start_indices"], eqn.params["limit_indices"]
         array = array[tuple(itertools.starmap(slice, zip(*bounds, strict=True)))]
-    elif eqn.primitive.name not in VIEWS:
-        return None
     return array.reshape(-1)[0] if array.size == 1 else None
 
 

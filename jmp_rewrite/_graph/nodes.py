@@ -35,6 +35,10 @@ KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 SYMBOLIC = 64
 
 
+# The names of random numbers begin so.
+DRAWN = "drawn"
+
+
 class Value:
     """A float32 value of the program (or a known number of another type).
 
@@ -141,6 +145,7 @@ class Node:
       trips: how often it runs, 1 outside of loops.
       given: a cast of an argument of the program that was half when it came in.
       mixed: another floating-point dtype stands beside float32.
+      drawn: it is made of random bits alone, as a draw or noise is.
       of_bits: the node of whose bits it is made, masked or shifted; -1 if they are an
         argument's, None if it is no such float.
       through: the nodes whose results it depends on through a kernel of half values.
@@ -151,6 +156,7 @@ class Node:
     __slots__ = (
         "avals",
         "disjoint",
+        "drawn",
         "eqn",
         "given",
         "index",
@@ -188,6 +194,7 @@ class Node:
         self.trips = trips
         self.given = False
         self.mixed = False
+        self.drawn = False
         self.others: tuple[Hashable, ...] = ()
         self.of_bits: int | None = None
         self.through: frozenset[int] = frozenset()
@@ -393,6 +400,11 @@ def is_float32(aval: Any) -> bool:
     if getattr(aval, "dtype", None) is not FLOAT32:
         return False
     return type(aval) is jax.core.ShapedArray or not _compat.is_reference(aval)
+
+
+def is_drawn(name: Hashable) -> bool:
+    """Whether a name is one of random numbers."""
+    return isinstance(name, tuple) and name[:1] == (DRAWN,)
 
 
 def is_half(aval: Any) -> bool:

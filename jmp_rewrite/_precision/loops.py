@@ -18,6 +18,7 @@ from jmp_rewrite._precision.products import contracted
 from jmp_rewrite._precision.terms import source_of
 from jmp_rewrite._rules import COPIES, ELEMENTWISE, PICKS, Category
 
+_JOINS = frozenset({"concatenate", "stack", "tile"})
 # What takes a part of what it reads.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 # What hands on elements as they were, some left out, repeated or set.
@@ -244,9 +245,16 @@ def _is_one(graph: Graph, value: Value, length: Any) -> bool:
         dims = node.eqn.params["broadcast_dimensions"]
         rows = source.aval.shape[dims.index(0)] if 0 in dims else 1
         return rows == 1 or _is_one(graph, source, length)
-    if node.name in ("concatenate", "stack", "tile") and node.inputs:
-        is_tile = node.name == "tile" and node.inputs[0].aval.shape[0] == 1
-        return is_tile or len({(v.node, v.argument) for v in node.inputs}) == 1 < length
+    if node.name in _JOINS and node.inputs:
+        params = node.eqn.params
+        axis = params.get("axis", params.get("dimension", 0))
+        if node.name == "stack" and axis == 0:
+            return _are_one(node.inputs)
+        if node.name == "concatenate" and axis == 0:
+            return node.inputs[0].aval.shape[0] == 1 and _are_one(node.inputs)
+        if node.name == "tile" and node.inputs[0].aval.shape[0] == 1:
+            return True
+        return all(_is_one(graph, v, length) for v in node.inputs)
     if node.name in ELEMENTWISE:
         own = [v for v in node.inputs if 2 * _of_row(graph, v, length) >= _row(value)]
         repeated = (v.aval.shape[:1] != (length,) for v in own)
@@ -257,6 +265,10 @@ def _is_one(graph: Graph, value: Value, length: Any) -> bool:
         return False
     is_moved = node.name in MOVES - EITHER and len(node.inputs) == 1
     return is_moved and _is_one(graph, node.inputs[0], length)
+
+
+def _are_one(values: Sequence[Value]) -> bool:
+    return len({(v.node, v.argument, v.result) for v in values}) == 1
 
 
 def _of_row(graph: Graph, value: Value, length: Any) -> int:

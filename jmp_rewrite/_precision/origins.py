@@ -14,7 +14,16 @@ import ml_dtypes
 import numpy as np
 
 from jmp_rewrite import _rules
-from jmp_rewrite._graph import EITHER, JOINTS, Graph, Node, Value, is_backward, reached
+from jmp_rewrite._graph import (
+    EITHER,
+    JOINTS,
+    Graph,
+    Node,
+    Value,
+    is_backward,
+    is_drawn,
+    reached,
+)
 from jmp_rewrite._rules import (
     CHOOSES,
     COMPARES,
@@ -191,8 +200,8 @@ class Roots:
     Values are seen through moves, and what is computed is the same if its operands are:
     two slices of one array at the same place are equal, at different places different
     (the weights of two layers that were stacked), whichever loop takes them. What is
-    computed of a parameter element by element is that parameter, so that a weight that
-    each iteration scales, masks or normalizes anew is one weight.
+    computed of parameters element by element is known by these, so that a weight that
+    each iteration scales by a number, drops at random or normalizes anew is one weight.
 
     Args:
       nodes: the program.
@@ -230,26 +239,25 @@ class Roots:
             return found.pop() if len(found) == 1 else node.index
         if node.name in MOVES and len(node.inputs) == len(node.avals) == 1:
             return self.root(node.inputs[0])
-        if node.name in ELEMENTWISE:
-            of = frozenset(self.root(v) for v in self._parameters(node))
+        if node.name in ELEMENTWISE and not node.drawn:
+            of = {self.root(v) for v in node.inputs if self._is_parameter(v)}
+            of |= {name for name in node.others if not is_drawn(name)}
+            if len(of) == 1:
+                return of.pop()
             if of:
-                one = next(iter(of))
-                return one if len(of) == 1 else self._numbers.setdefault(of, node.index)
+                return self._numbers.setdefault(frozenset(of), node.index)
         inputs = tuple(map(self.root, node.inputs))
         numbers = tuple((i, str(number)) for i, number in node.literals.items())
         key = (node.name, str(node.eqn.params), node.others, inputs, numbers)
         return self._numbers.setdefault(key, node.index)
 
-    def _parameters(self, node: Node) -> list[Value]:
-        """Returns the operands of which each element of a result is computed anew.
-
-        Those that are spread over the others scale or shift them.
-        """
-        return [
-            v
-            for v in node.inputs
-            if v.made_of_data and 2 * self._spread_from(v).size >= node.size
-        ]
+    def _is_parameter(self, value: Value) -> bool:
+        """Whether an operand is no draw, no constant, and no number that scales."""
+        if not value.made_of_data or (
+            value.node >= 0 and self._nodes[value.node].drawn
+        ):
+            return False
+        return self._spread_from(value).size > 1
 
     def _spread_from(self, value: Value) -> Value:
         """Returns what a value is repeated from, or moved."""

@@ -192,7 +192,20 @@ def of_one_vector(ws, x):
     return network(undo(flat), x)
 
 
-@pytest.mark.parametrize("fun", [network, of_a_stack, taken_apart, of_one_vector])
+def of_shared_weights(ws, x):
+    """Layers that mask, or scale, the same weight by an array of their own."""
+    shared, other = ws[0][0][:, :64], ws[0][0][:, 64:]
+    masks = np.random.RandomState(1).rand(4, 64, 64) < 0.5
+    for mask, (first, _) in zip(masks, ws, strict=True):
+        x = x + jnp.tanh(x @ jnp.where(mask, shared, 0))
+        x = x + jnp.tanh(x @ (other * first[:, :1]))
+    return x @ shared
+
+
+NETWORKS = network, of_a_stack, taken_apart, of_one_vector, of_shared_weights
+
+
+@pytest.mark.parametrize("fun", NETWORKS)
 @pytest.mark.parametrize("captured", [True, False])
 def test_layers_are_told_apart(fun, captured):
     """By their weights, also by those that the function has captured."""
