@@ -350,11 +350,10 @@ class Builder:
         node.of_bits = of_bits
         node.disjoint = len(filled) > 1
         beside = [v for v in operands if v is None or not is_float32(v.aval)]
-        if beside:
-            node.others = _names(beside)
-            node.drawn = any(map(self._is_drawn, beside))
-        if inputs:
-            node.drawn = all(map(self._is_drawn, inputs))
+        node.others = _names(beside)
+        made_of = [v for v in inputs if v.made_of_data]
+        is_drawn = map(self._is_drawn, made_of or beside)
+        node.drawn = all(is_drawn) if made_of else any(is_drawn)
         if name == "scatter-add":
             indices = operands[1]
             node.disjoint = updates_are_disjoint(

@@ -235,36 +235,39 @@ def _trains(graph: Graph, loop: Loop) -> bool:
     )
 
 
-def _is_one(graph: Graph, value: Value, length: Any) -> bool:
-    """Whether each row of a stack is the same array, or that array scaled."""
-    if value.node < 0 or value.aval.shape[:1] != (length,):
-        return False
-    node = graph.nodes[value.node]
-    if node.name == "broadcast_in_dim" and node.inputs:
-        (source,) = node.inputs
-        dims = node.eqn.params["broadcast_dimensions"]
-        rows = source.aval.shape[dims.index(0)] if 0 in dims else 1
-        return rows == 1 or _is_one(graph, source, length)
-    if node.name in _JOINS and node.inputs:
-        params = node.eqn.params
+def _are_spread(graph: Graph, length: Any) -> set[int]:
+    """Returns the stacks of which each row is the same array, or that array scaled."""
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.eqn is None or not node.inputs or len(node.avals) != 1:
+            continue
+        if node.avals[0].shape[:1] == (length,) and _is_one(graph, node, length, found):
+            found.add(node.index)
+    return found
+
+
+def _is_one(graph: Graph, node: Node, length: Any, found: set[int]) -> bool:
+    params, first = node.eqn.params, node.inputs[0]
+    if node.name == "broadcast_in_dim":
+        dims = params["broadcast_dimensions"]
+        rows = first.aval.shape[dims.index(0)] if 0 in dims else 1
+        return rows == 1 or first.node in found
+    if node.name in _JOINS:
         axis = params.get("axis", params.get("dimension", 0))
         if node.name == "stack" and axis == 0:
             return _are_one(node.inputs)
         if node.name == "concatenate" and axis == 0:
-            return node.inputs[0].aval.shape[0] == 1 and _are_one(node.inputs)
-        if node.name == "tile" and node.inputs[0].aval.shape[0] == 1:
-            return True
-        return all(_is_one(graph, v, length) for v in node.inputs)
+            return bool(first.aval.shape[0] == 1) and _are_one(node.inputs)
+        is_row = node.name == "tile" and first.aval.shape[:1] == (1,)
+        return is_row or all(v.node in found for v in node.inputs)
     if node.name in ELEMENTWISE:
-        own = [v for v in node.inputs if 2 * _of_row(graph, v, length) >= _row(value)]
-        repeated = (v.aval.shape[:1] != (length,) for v in own)
-        return bool(own) and all(
-            r or _is_one(graph, v, length) for r, v in zip(repeated, own, strict=True)
-        )
-    if node.name == "transpose" and node.eqn.params["permutation"][0] != 0:
+        row = node.size // max(length, 1)
+        own = [v for v in node.inputs if 2 * _of_row(graph, v, length) >= row]
+        repeated = (v.aval.shape[:1] != (length,) or v.node in found for v in own)
+        return bool(own) and all(repeated)
+    if node.name == "transpose" and params["permutation"][0] != 0:
         return False
-    is_moved = node.name in MOVES - EITHER and len(node.inputs) == 1
-    return is_moved and _is_one(graph, node.inputs[0], length)
+    return node.name in MOVES and len(node.inputs) == 1 and first.node in found
 
 
 def _are_one(values: Sequence[Value]) -> bool:
@@ -306,11 +309,10 @@ def _layer_products(
     """
     moved: dict[int, tuple[Hashable, tuple[Any, ...]]] = {}  # which weight, turned how
     length = loop.eqn.params["length"]
-    slices = (v for n in loop.nodes for v in graph.nodes[n].inputs)
-    stacks = {v.node for v in slices if v.slice_of == loop.token} - {-1}
-    made_by = ((n, graph.nodes[n].eqn) for n in stacks)
-    avals = {n: eqn.outvars[0].aval for n, eqn in made_by if eqn is not None}
-    spread = {n for n, a in avals.items() if _is_one(graph, Value(a, n), length)}
+    read = (v for n in loop.nodes for v in graph.nodes[n].inputs)
+    has_made = any(v.slice_of == loop.token and v.node >= 0 for v in read)
+    is_known = has_made and isinstance(length, int)
+    spread = _are_spread(graph, length) if is_known else set()
 
     def found(value: Value) -> tuple[Hashable, tuple[Any, ...]] | None:
         if value.slice_of == loop.token:

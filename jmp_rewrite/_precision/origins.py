@@ -252,10 +252,8 @@ class Roots:
         return self._numbers.setdefault(key, node.index)
 
     def _is_parameter(self, value: Value) -> bool:
-        """Whether an operand is no draw, no constant, and no number that scales."""
-        if not value.made_of_data or (
-            value.node >= 0 and self._nodes[value.node].drawn
-        ):
+        """Whether an operand is no draw, and no number that scales."""
+        if value.node >= 0 and self._nodes[value.node].drawn:
             return False
         return self._spread_from(value).size > 1
 

@@ -65,6 +65,7 @@ _SELECTS = frozenset(
 )
 # These put values together.
 _JOINS = frozenset({"concatenate", "stack"})
+_FOLLOWED = _CARRIES | _FUNCTIONS | _ADDS
 # A walk that sees more nodes than this ends, and the value counts as state: a program
 # is analysed in a time that grows with its length, not with its square.
 _LONGEST_WALK = 4096
@@ -193,6 +194,9 @@ class _Walk:
 
     def updates(self, node: Node) -> Iterable[Update]:
         """Returns how a node updates values, of each that it may be an update of."""
+        if node.name in _FOLLOWED and node.avals:
+            for functions in (False, True):  # in program order: they ask for no more
+                self.bases(Value(node.avals[0], node.index), functions)
         if node.name not in _UPDATES or not node.avals or len(node.inputs) < 2:
             return
         size = node.size
