@@ -335,10 +335,12 @@ class _Jit(NamedTuple):
         count = len(args) - self.inside
         kept = {self.inside + (n if n >= 0 else n + count) for n in numbers}
         kept.update(range(self.inside))
-        return tuple(x if i in kept else _arrays(x) for i, x in enumerate(args)), {
-            name: x if name in self.named.union(names) else _arrays(x)
-            for name, x in named.items()
-        }
+        places = [i for i in range(len(args)) if i not in kept]
+        through = named.keys() - self.named.union(names)
+        # What modules share is one thing in all of them.
+        given = _arrays(([args[i] for i in places], {k: named[k] for k in through}))
+        new = dict(zip(places, given[0], strict=True))
+        return tuple(new.get(i, x) for i, x in enumerate(args)), {**named, **given[1]}
 
     def of_all(self, *args: Any, **named: Any) -> Any:
         """Calls it with those of all arguments that go through it."""

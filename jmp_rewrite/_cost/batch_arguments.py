@@ -33,13 +33,18 @@ def batch_arguments(
     args = subject.call.args
     if argnums is not None:
         given = [operator.index(n) for n in np.ravel(np.asarray(argnums))]
-        wrong = [n for n in given if not -len(args) <= n < len(args)]
+        named = {
+            number: name
+            for number, name in enumerate(subject.call.names)
+            if name in subject.call.kwargs
+        }
+        wrong = [n for n in given if n not in named and not -len(args) <= n < len(args)]
         if wrong or not given:
             raise ValueError(
                 f"argnums expected positions of the {len(args)} positional arguments "
                 f"of {subject.name}, got {argnums!r}."
             )
-        return [n % len(args) for n in given]
+        return [named[n] if n in named else n % len(args) for n in given]
     sizes = collections.defaultdict(list)
     for place, argument in _arguments(subject).items():
         own = {s for x in _arrays(argument) if (s := _size(x, axis)) is not None}

@@ -225,8 +225,11 @@ class Module:
             return 1
         if i.name not in self._trips:
             known = re.search(r'"known_trip_count":\{"n":"(\d+)"', i.attributes)
-            counted = trips.count(self.computations, self._homes[i.name], i)
-            self._trips[i.name] = max(int(known[1]) if known else counted or 1, 1)
+            if known is None:
+                found = trips.count(self.computations, self._homes[i.name], i)
+            else:
+                found = int(known[1])
+            self._trips[i.name] = max(found or 1, 1)
         return self._trips[i.name]
 
     @functools.cached_property

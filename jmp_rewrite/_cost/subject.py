@@ -29,6 +29,7 @@ class Call(NamedTuple):
       jitted: traces the same call of the `jax.jit` around the function, with the same
         parameters; None if there is none.
       again: makes a subject of another call.
+      names: of the parameters that have positions.
     """
 
     args: tuple[Any, ...]
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     shardings: Sequence[Any]
     jitted: Callable[[], _rewrite.Traced | None]
     again: Callable[..., Subject]
+    names: tuple[str, ...] = ()
 
 
 def call_of(
@@ -48,20 +50,19 @@ def call_of(
     again: Callable[..., Subject],
 ) -> Call:
     """Keeps a call that was traced, and none of its arrays."""
-    args, kwargs = types_of(_by_position(fun, args, kwargs))
+    args, kwargs = types_of((args, kwargs))
     shardings = [_sharding(x) for x in traced.arrays]
-    return Call(args, kwargs, traced.results, shardings, jitted, again)
+    names = _positional(fun)
+    return Call(args, kwargs, traced.results, shardings, jitted, again, names)
 
 
-def _by_position(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with the arguments that have positions at them."""
+def _positional(fun: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the names of the parameters that have positions."""
     try:
-        bound = inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError):  # a function of C, or of another signature
-        return args, kwargs
-    return bound.args, bound.kwargs
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # a function of C
+        return ()
+    return tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
 
 
 def types_of(tree: Any) -> Any:

@@ -16,8 +16,13 @@ import numpy as np
 if TYPE_CHECKING:
     from jmp_rewrite._cost.hlo import Instruction
 
-# Beyond them nobody counts: it would take seconds.
-_MOST = 10**6
+# Iterations that are computed one by one: more would take seconds.
+_MOST = 2 * 10**4
+# After so many of them a counter of whole numbers that has kept its step keeps it.
+_ENOUGH = 100
+
+# Integers of a program are smaller.
+_LARGEST = 2**64
 
 _NUMBERS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 _COMPARE = {
@@ -80,17 +85,44 @@ def _count(
             carried[index] = _value(computations, home, start, nothing, index)
         return carried[index]
 
+    steps: dict[int, Any] = {}
     for trips in range(_MOST):
         if not _value(computations, condition, None, state):
             return trips
+        if trips >= _ENOUGH and steps and all(type(s) is int for s in steps.values()):
+            break
         following: dict[int, Any] = {}
         while missing := carried.keys() - following.keys():
             for index in missing:
                 following[index] = _value(computations, body, None, state, index)
         if following == carried:
-            break
+            raise _UnknownError  # it never ends
+        new = {i: x - carried[i] for i, x in following.items()}
+        steps = new if trips == 0 or new == steps else {}
         carried.update(following)
-    raise _UnknownError
+    else:
+        return _MOST
+    start = dict(carried)
+
+    def goes_on(more: int) -> bool:
+        carried.update({i: start[i] + more * s for i, s in steps.items()})
+        return bool(_value(computations, condition, None, state))
+
+    return trips + _first_end(goes_on)
+
+
+def _first_end(goes_on: Callable[[int], bool]) -> int:
+    """Returns the first number for which a condition fails that fails for all after."""
+    end = 1
+    while goes_on(end):
+        end *= 2
+        if end > _LARGEST:
+            raise _UnknownError
+    low, high = end // 2, end
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if goes_on(middle) else (low, middle)
+    return high
 
 
 def _value(

@@ -187,7 +187,11 @@ class Inference(Generic[P, R]):
             return MethodType(self, instance)
         fun, policy = self._given
         behind = [n - 1 for n in weights], {n - 1: r for n, r in state.items()}
-        return Inference(MethodType(fun, instance), policy, *behind)
+        bound: Inference[..., Any] = Inference(
+            MethodType(fun, instance), policy, *behind
+        )
+        bound._known = self._known
+        return bound
 
     def store(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
         """Returns the arguments, with weights and state in half where possible.

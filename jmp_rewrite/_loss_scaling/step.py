@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
 import jax
@@ -23,15 +22,9 @@ from jmp_rewrite._source import SCALED
 _IS_TRUE = jax.make_user_context(False)
 
 
-def of_the_loss(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function without `scale_loss` in it: its derivatives are true."""
-
-    @functools.wraps(fun)
-    def unscaled(*args: Any, **kwargs: Any) -> Any:
-        with _IS_TRUE(True):
-            return fun(*args, **kwargs)
-
-    return unscaled
+def true_derivatives() -> contextlib.AbstractContextManager[None]:
+    """Within it `scale_loss` does nothing: derivatives are those of the loss itself."""
+    return _IS_TRUE(True)
 
 
 def scale_loss(loss: jax.Array, opt_state: Any) -> jax.Array:

@@ -35,7 +35,7 @@ from jmp_rewrite._loss_scaling.schedule import (
     next_state,
 )
 from jmp_rewrite._loss_scaling.state import LossScaleState, find_states
-from jmp_rewrite._loss_scaling.step import of_the_loss
+from jmp_rewrite._loss_scaling.step import true_derivatives
 
 
 def loss_scaling(
@@ -204,11 +204,9 @@ def loss_scaling(
         if "grad" in extra_args:
             same = extra_args["grad"] is updates
             extra_args["grad"] = grads if same else to_true(extra_args["grad"])
-        extra_args = {
-            name: of_the_loss(x) if callable(x) else x for name, x in extra_args.items()
-        }
         run = pass_through if loss_scale is None else apply_or_skip
-        return run(grads, state, params, extra_args)
+        with true_derivatives():  # a line search calls the loss
+            return run(grads, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

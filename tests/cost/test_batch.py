@@ -121,14 +121,16 @@ def test_a_batch_that_is_given_by_name():
 
     for rows in (32, 16):  # with a table of as many rows nobody could tell by sizes
         found = subject(fun, array(16, 4), y=array(rows, 1), x=array(rows, 16))
-        assert batch.batch_arguments(found, 0, 1) == [1]
+        assert batch.batch_arguments(found, 0, 1) == ["x"]
     found = subject(fun, array(16, 4), y=array(32, 1), x=array(32, 16))
-    with pytest.raises(ValueError, match=r"\[0\] of size 16 or \[1, 'y'\] of size 32"):
+    with pytest.raises(
+        ValueError, match=r"\[0\] of size 16 or \['x', 'y'\] of size 32"
+    ):
         batch.batch_arguments(found, 0, None)
-    assert batch.present(found, [1, "y"], 0) == (32, 1)
-    larger = batch.with_batch(found, [1, "y"], 0, 64)
+    assert batch.present(found, ["x", "y"], 0) == (32, 1)
+    larger = batch.with_batch(found, ["x", "y"], 0, 64)
     assert larger.call.args[0].shape == (16, 4)
-    assert larger.call.args[1].shape == (64, 16)
+    assert larger.call.kwargs["x"].shape == (64, 16)
     assert larger.call.kwargs["y"].shape == (64, 1)
 
 

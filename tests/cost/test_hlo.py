@@ -66,6 +66,7 @@ def test_iterations_of_a_tpu_loop(condition, trips):
         ({"LT": "GT", "constant(0)": "constant(300)", "add": "subtract"}, 44),
         ({"constant(1)": "constant(-1)", "LT": "GT", "constant(0)": "constant(9)"}, 1),
         ({"s32": "f32", "(1)": "(0.1)", "(256)": "(1000)"}, 10001),  # as float32 adds
+        ({"constant(256)": "constant(3000000)"}, 3000000),
         # What nobody knows:
         ({"add(%i, %one)": "add(%i, %i)"}, 1),  # it never ends
         ({"add(%i, %one)": "negate(%i)"}, 1),
