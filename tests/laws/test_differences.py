@@ -66,6 +66,7 @@ PROGRAMS = {n: without_offset(move) for n, move in MOVED.items()}
 PROGRAMS |= {n: beside_a_layer(function) for n, function in NEAR_ONE.items()}
 
 
+@pytest.mark.breadth(one_in=2)
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_cancels_is_read_unrounded(name, policy):

@@ -294,3 +294,48 @@ def test_a_number_that_padding_is_made_of_is_not_cast():
 
     for var in (v for e in walk(trace(mixed_precision(f, BF16), x)) for v in e.outvars):
         assert var.aval.shape or str(var.aval.dtype) != "bfloat16"
+
+
+@pytest.mark.parametrize("captured", [np.arange(5, dtype=np.float32), np.arange(5)])
+def test_an_effect_without_results_reads_a_captured_array(captured):
+    w, x = weights((W, W), (4, W))
+    seen = []
+
+    @mixed_precision(BF16)
+    def f(x):
+        jax.debug.callback(lambda a: seen.append(a.sum()), captured)
+        return x @ w
+
+    jax.block_until_ready(jax.jit(f)(x))
+    jax.effects_barrier()
+    assert seen == [10]
+
+
+@pytest.mark.parametrize(
+    "function", [jnp.sin, lambda y: -y, lambda y: y - 0.1], ids=str
+)
+def test_a_long_chain_before_a_sum(function):
+    """No walk is as deep as a program is long."""
+    w, x = weights((W, W), (4, W))
+
+    def f(x):
+        y = x @ w
+        for _ in range(1500):
+            y = function(y)
+        return (y + x) @ w
+
+    assert products(trace(mixed_precision(f, BF16), x))
+
+
+def test_a_weight_that_is_thresholded_often_before_a_scan():
+    """Each step is looked at once: their number doubled with each."""
+    w, x = weights((W, W), (4, W))
+
+    def f(w, x):
+        ws = jnp.broadcast_to(w, (8, W, W)) * jnp.arange(1.0, 9)[:, None, None]
+        for _ in range(40):
+            ws = jnp.sign(ws) * jnp.maximum(jnp.abs(ws) - 0.01, 0)
+        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+
+    (loop,) = eqns(trace(mixed_precision(f, BF16), w, x), "scan")
+    assert dtypes_out(loop) == ["float32"]

@@ -24,6 +24,8 @@ from helpers import (
 
 from jmp_rewrite import (
     Policy,
+    diagnose,
+    explain,
     full_precision,
     loss_scale_state,
     loss_scaling,
@@ -144,6 +146,18 @@ def test_references_stay_shared():
     look(net, net, X)
     assert seen == [(True, True)]
     assert net.up is net.same
+
+
+def test_what_arguments_of_jit_share_is_diagnosed_as_shared():
+    @mixed_precision(BF16)
+    def changed(net, down, x):
+        down.kernel[...] += 1.0
+        return net(x)
+
+    net = Net()
+    for look in (lambda f: len(explain(f)(net, net.down, X).jaxpr.in_avals),
+                 lambda f: diagnose(f)(net, net.down, X).results):  # fmt: skip
+        assert look(nnx.jit(changed)) == look(changed)
 
 
 def test_new_modules_may_be_results():
