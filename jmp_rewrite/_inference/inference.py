@@ -419,10 +419,8 @@ def _run(program: _Program) -> list[Any]:
     ]
     results = _compat.evaluate(finished.closed, [*consts, *arrays])
     half = program.plan.half
-    return [
-        _in_half(x, half) if program.is_widened(program.kept.get(i, -1)) else x
-        for i, x in enumerate(results)
-    ]
+    widened = {i for i, leaf in program.kept.items() if program.is_widened(leaf)}
+    return [_in_half(x, half) if i in widened else x for i, x in enumerate(results)]
 
 
 def _in_half(x: Any, half: np.dtype) -> Any:

@@ -156,30 +156,8 @@ ARITHMETIC = (VIEWS - {"copy_p", "pvary"}) | {
 }
 
 # Each element of a result is computed of the elements that stand there.
-ELEMENTWISE = COSTLY | {
-    "abs",
-    "add",
-    "add_any",
-    "ceil",
-    "clamp",
-    "div",
-    "floor",
-    "integer_pow",
-    "max",
-    "min",
-    "mul",
-    "neg",
-    "one_minus_square",
-    "polynomial",
-    "rem",
-    "round",
-    "rsqrt",
-    "select_n",
-    "sign",
-    "sqrt",
-    "square",
-    "sub",
-}
+ELEMENTWISE = (ARITHMETIC - VIEWS - {"convert_element_type", "transpose"}) | COSTLY
+ELEMENTWISE |= {"ceil", "floor", "rem", "round", "rsqrt"}
 
 # A sum is the same before these as after them.
 LINEAR = (MOVES - {"device_put", "optimization_barrier"}) | {
