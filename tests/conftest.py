@@ -99,6 +99,9 @@ def switched(request):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Leaves most cases of tests of breadth to the slow ones."""
+    unnamed = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unnamed:  # another process calls them otherwise, and chooses other cases
+        raise pytest.UsageError(f"cases are named by addresses: {unnamed}")
     tests = collections.defaultdict(list)
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}

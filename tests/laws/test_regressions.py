@@ -312,7 +312,9 @@ def test_an_effect_without_results_reads_a_captured_array(captured):
 
 
 @pytest.mark.parametrize(
-    "function", [jnp.sin, lambda y: -y, lambda y: y - 0.1], ids=str
+    "function",
+    [jnp.sin, lambda y: -y, lambda y: y - 0.1],
+    ids=["sin", "negation", "difference"],
 )
 def test_a_long_chain_before_a_sum(function):
     """No walk is as deep as a program is long."""
