@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,17 +23,18 @@ from jmp_rewrite._graph.higher_order import HANDLERS
 from jmp_rewrite._graph.joined import Padded
 from jmp_rewrite._graph.kernels import Kernels
 from jmp_rewrite._graph.nodes import (
-    DRAWN,
     FLOAT32,
     Graph,
     Inner,
     Instance,
     Loop,
+    Made,
     Node,
     Opaque,
     Value,
     elements,
     is_drawn,
+    is_drawn_anew,
     is_float32,
     reads_float32,
 )
@@ -61,14 +62,8 @@ _FEWER = 8
 
 _NO_LITERALS: dict[int, Any] = {}
 
-# Known arrays up to this many elements are named by their numbers.
-_SHORT = 64
-
 # What makes random bits of a key.
 _RANDOM = frozenset({"random_bits", "rng_bit_generator", "threefry2x32"})
-
-# Equal ones of these have different results.
-_DRAWS = frozenset({"rng_uniform", *LEFT_ALONE})
 
 # Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
 _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
@@ -144,7 +139,6 @@ class Builder:
         self._padded = Padded()
         self._made_by: dict[Any, Any] = {}
         self._captured: dict[int, int] = {}
-        self._names: dict[Hashable, int] = {}
         self._own_names = itertools.count()
         self.shared: dict[Any, tuple[Inner, list[Value | None]]] = {}
 
@@ -281,31 +275,22 @@ class Builder:
         self, eqn: Any, operands: Sequence[Value | None], results: list[Value | None]
     ) -> list[Value | None]:
         """Gives names to the results of an equation that are no float32."""
-        if eqn.effects or eqn.primitive.name in _DRAWS:
+        if is_drawn_anew(eqn):
             return results
-        try:
-            params = frozenset(eqn.params.items()) if eqn.params else None
-            key = eqn.primitive, params, _names(operands)
-            number = self._names.setdefault(key, len(self._names))
-        except TypeError:  # a parameter that has no hash
-            return results
-        is_drawn = eqn.primitive.name in _RANDOM or any(map(self._is_drawn, operands))
-        name: tuple[Hashable, ...] = (DRAWN, number) if is_drawn else (number,)
+        drawn = eqn.primitive.name in _RANDOM or any(map(self._is_drawn, operands))
+        made = Made(eqn, operands, drawn)
         for i, var in enumerate(eqn.outvars):
             if is_float32(var.aval) or not _is_named(var.aval):
                 continue
             value = results[i]
             if value is None:
-                results[i] = Value(var.aval, name=(*name, i))
+                results[i] = Value(var.aval, result=i, name=made)
             elif value.constant is None:
-                value.name = *name, i
+                value.name, value.result = made, i
         return results
 
     def _is_drawn(self, value: Value | None) -> bool:
-        """Whether a value is made of random bits alone."""
-        if value is None or value.node < 0:
-            return value is not None and is_drawn(value.name)
-        return self.nodes[value.node].drawn
+        return is_drawn(value, self.nodes)
 
     def _leaf(
         self, eqn: Any, env: dict[Any, Value], place: Place, trips: int
@@ -350,7 +335,7 @@ class Builder:
         node.of_bits = of_bits
         node.disjoint = len(filled) > 1
         beside = [v for v in operands if v is None or not is_float32(v.aval)]
-        node.others = _names(beside)
+        node.others = beside
         made_of = [v for v in inputs if v.made_of_data]
         is_drawn = map(self._is_drawn, made_of or beside)
         node.drawn = all(is_drawn) if made_of else any(is_drawn)
@@ -518,21 +503,6 @@ def _read(env: dict[Any, Value], atom: Any) -> Value | None:
 def _is_named(aval: Any) -> bool:
     """Whether a value of a type that is not float32 has a name."""
     return isinstance(aval, jax.core.ShapedArray) and not _compat.is_reference(aval)
-
-
-def _names(values: Sequence[Value | None]) -> tuple[Hashable, ...]:
-    """Returns what operands are: equal names are of equal values."""
-    return tuple(None if v is None else _name_of(v) for v in values)
-
-
-def _name_of(value: Value) -> Hashable:
-    if value.name is not None:
-        return value.name
-    if value.constant is None:
-        return value.node, value.result, value.argument, value.slice_of
-    number = np.asarray(value.constant)
-    known = number.tobytes() if number.size <= _SHORT else id(value.constant)
-    return number.dtype.str, number.shape, known
 
 
 def _number(value: Any) -> Any:

@@ -35,10 +35,6 @@ KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 SYMBOLIC = 64
 
 
-# The names of random numbers begin so.
-DRAWN = "drawn"
-
-
 class Value:
     """A float32 value of the program (or a known number of another type).
 
@@ -53,7 +49,8 @@ class Value:
       slice_of: the loop whose `xs` it is a slice of; -1 if none.
       result: which result of the node it is.
       distinct: dimensions along which its integers are distinct: `distinct.py`.
-      name: of what is no float32, a name that is equal for equal ones; None for others.
+      name: of what is no float32 and no known number: what makes it, or a name of its
+        own; None for others.
     """
 
     __slots__ = (
@@ -110,11 +107,10 @@ class Value:
 
     def at(self, aval: Any, slice_of: int = -1) -> Value:
         """Returns the same value seen with another shape: a slice, or a stack."""
-        constant, distinct, name = self.constant, self.distinct, self.name
+        constant, distinct = self.constant, self.distinct
         if self.aval.shape != aval.shape:
             constant = None if np.ndim(constant) else constant
             distinct = NOWHERE
-            name = None if name is None else ("part", name)
         return Value(
             aval,
             self.node,
@@ -124,8 +120,27 @@ class Value:
             slice_of,
             distinct,
             self.result,
-            name,
+            self.name,
         )
+
+
+class Made:
+    """What makes values that are no float32: indices, masks, keys.
+
+    Attributes:
+      eqn: an equation.
+      name: its primitive's name.
+      operands: what it reads; None for what has no name.
+      drawn: its results are made of random bits alone.
+    """
+
+    __slots__ = "drawn", "eqn", "name", "operands"
+
+    def __init__(self, eqn: Any, operands: Sequence[Value | None], drawn: bool) -> None:
+        self.eqn = eqn
+        self.name = eqn.primitive.name
+        self.operands = operands
+        self.drawn = drawn
 
 
 class Node:
@@ -138,7 +153,7 @@ class Node:
       eqn: the equation, or None.
       place: where it stands.
       inputs: its float32 operands; literals are left out.
-      others: the names of its other operands: indices, masks, keys.
+      others: its other operands: indices, masks, keys, known numbers.
       avals: the types of its float32 results.
       size: how many elements these have.
       literals: operand position -> number, for operands that are known numbers.
@@ -195,7 +210,7 @@ class Node:
         self.given = False
         self.mixed = False
         self.drawn = False
-        self.others: tuple[Hashable, ...] = ()
+        self.others: Sequence[Value | None] = ()
         self.of_bits: int | None = None
         self.through: frozenset[int] = frozenset()
         self.disjoint = False
@@ -402,9 +417,16 @@ def is_float32(aval: Any) -> bool:
     return type(aval) is jax.core.ShapedArray or not _compat.is_reference(aval)
 
 
-def is_drawn(name: Hashable) -> bool:
-    """Whether a name is one of random numbers."""
-    return isinstance(name, tuple) and name[:1] == (DRAWN,)
+def is_drawn(value: Value | None, nodes: Sequence[Node]) -> bool:
+    """Whether a value is made of random bits alone."""
+    if value is None or value.node >= 0:
+        return value is not None and nodes[value.node].drawn
+    return isinstance(value.name, Made) and value.name.drawn
+
+
+def is_drawn_anew(eqn: Any) -> bool:
+    """Whether an equation has other results than an equal one."""
+    return bool(eqn.effects) or eqn.primitive.name == "rng_uniform"
 
 
 def is_half(aval: Any) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
+from jmp_rewrite._graph import HALVES
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import (
@@ -18,9 +19,30 @@ from jmp_rewrite._passes.match import (
     makers,
     number_of,
     only_reader,
+    uses,
 )
 from jmp_rewrite._passes.program import CASTS, ROUNDING
+from jmp_rewrite._rules import COMPARISONS, MOVES
 
+# Nonlinear functions of a layer, and what they are made of: of a value that is rounded
+# before they have an error of its own size.
+_FUNCTIONS = MOVES | {
+    "abs",
+    "add",
+    "by_device",
+    "clamp",
+    "erf",
+    "expm1",
+    "integer_pow",
+    "logistic",
+    "max",
+    "min",
+    "mul",
+    "neg",
+    "select_n",
+    "square",
+    "tanh",
+}
 # What may stand between a convolution and its bias: a view of all of it.
 _VIEWS = frozenset({"copy", "expand_dims", "reshape", "squeeze", "transpose"})
 
@@ -99,7 +121,33 @@ def _biased(editor: Editor, body: Body, conv: Any, wide: Any) -> tuple[Any, Any]
     features = result.aval.shape[conv.params["dimension_numbers"].out_spec[1]]
     small, _ = _spread(body, bias)
     is_bias = is_float32(bias) and 1 < math.prod(small.aval.shape) <= features
-    return (total, bias) if is_bias else None
+    return (total, bias) if is_bias and _is_rounded_later(body, total) else None
+
+
+def _is_rounded_later(body: Body, total: Any) -> bool:
+    """Whether nothing but a layer's nonlinear function reads a sum before rounding.
+
+    What else reads it in float32 may need its last digits, as a residual's square does.
+    """
+    own, sums = {(body, total)}, []
+    stack = [(body, total)]
+    while stack:
+        for inner, index, _ in uses(*stack.pop()):
+            if index < 0:
+                return False
+            eqn = inner.eqns[index]
+            name = eqn.primitive.name
+            is_rounded = name in CASTS and eqn.outvars[0].aval.dtype in HALVES
+            if is_rounded or name in COMPARISONS:
+                continue
+            if name not in _FUNCTIONS:
+                return False
+            new = {(inner, v) for v in eqn.outvars} - own
+            own |= new
+            stack += new
+            if name == "add":
+                sums += [(inner, v) for v in eqn.invars]
+    return all(term in own or number_of(*term) is not None for term in sums)
 
 
 def _streamed(editor: Editor, body: Body, wide: Any) -> tuple[list[Any], Any] | None:

@@ -9,7 +9,7 @@ from jax import lax
 
 from jmp_rewrite import _compat
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._passes.match import FLOAT32
+from jmp_rewrite._passes.match import FLOAT32, is_float32
 from jmp_rewrite._passes.recompute_activations import uncast
 
 
@@ -26,7 +26,7 @@ def softplus_derivative(editor: Editor) -> None:
     """
     for body, index, eqn in editor.find("exp"):
         difference = body.made_by(eqn.invars[0], "sub")
-        if difference is None:
+        if difference is None or not is_float32(eqn.outvars[0]):
             continue
         argument, result = (_source(body, v) for v in difference.invars)
         known = argument is not None and result is not None

@@ -18,10 +18,12 @@ from jmp_rewrite._graph import (
     EITHER,
     JOINTS,
     Graph,
+    Made,
     Node,
     Value,
     is_backward,
     is_drawn,
+    is_drawn_anew,
     reached,
 )
 from jmp_rewrite._rules import (
@@ -193,6 +195,9 @@ def compared_picks(graph: Graph) -> list[tuple[int, list[Value]]]:
 
 _LOOKUPS = frozenset({"dynamic_slice", "gather"})
 
+# Known arrays up to this many elements are named by their numbers.
+_SHORT = 2**16
+
 
 class Roots:
     """Names of values, which are equal for equal ones.
@@ -209,53 +214,63 @@ class Roots:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = nodes
-        self._known: dict[int, Hashable] = {}
+        self._known: dict[Node | Made, Hashable] = {}
         self._numbers: dict[Hashable, int] = {}
 
-    def root(self, value: Value) -> Hashable:
+    def root(self, value: Value | None) -> Hashable:
         """Returns the name of a value."""
-        if value.node < 0:
-            constant = id(value.constant) if value.argument == -1 else None
-            return (value.argument, value.slice_of >= 0, constant)
-        stack = [] if value.node in self._known else [value.node]
+        maker = self._maker(value)
+        if value is None or maker is None:
+            return _given(value)
+        stack = [] if maker in self._known else [maker]
         while stack:
-            node = self._nodes[stack[-1]]
-            reads = () if _is_own(node) else node.inputs
-            unknown = [v.node for v in reads if v.node >= 0]
-            unknown = [n for n in unknown if n not in self._known]
+            makers = map(self._maker, _reads(stack[-1]))
+            unknown = [m for m in makers if m is not None and m not in self._known]
             if unknown:
                 stack += unknown
                 continue
-            self._known[stack.pop()] = self._name(node)
-        known = self._known[value.node]
-        is_part = len(self._nodes[value.node].avals) > 1
-        return (known, value.result) if is_part else known
+            last = stack.pop()
+            self._known[last] = self._name(last)
+        known = self._known[maker]
+        if isinstance(maker, Made):
+            return known, value.result, value.slice_of >= 0
+        return (known, value.result) if len(maker.avals) > 1 else known
 
-    def _name(self, node: Node) -> Hashable:
-        if _is_own(node):
-            return node.index
+    def _maker(self, value: Value | None) -> Node | Made | None:
+        if value is None or value.node < 0:
+            return value.name if value and isinstance(value.name, Made) else None
+        return self._nodes[value.node]
+
+    def _name(self, maker: Node | Made) -> Hashable:
+        if _is_own(maker):
+            return self._number(maker)
+        if isinstance(maker, Node):
+            known = self._known_by(maker)
+            if known is not None:
+                return known
+        operands = tuple(map(self.root, _reads(maker)))
+        literals = maker.literals if isinstance(maker, Node) else {}
+        numbers = tuple((i, str(number)) for i, number in literals.items())
+        eqn = maker.eqn
+        key = maker.name, str(eqn.params if eqn else None), operands, numbers
+        return self._number(key)
+
+    def _number(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _known_by(self, node: Node) -> Hashable:
+        """Returns the name of what a node moves, or scales; None if it is another."""
         if node.name == "join":  # of a branch that hands on a weight, and others zeros
             found = {self.root(v) for v in node.inputs if v.made_of_data}
-            return found.pop() if len(found) == 1 else node.index
+            return found.pop() if len(found) == 1 else self._number(node)
         if node.name in MOVES and len(node.inputs) == len(node.avals) == 1:
             return self.root(node.inputs[0])
-        if node.name in ELEMENTWISE and not node.drawn:
-            of = {self.root(v) for v in node.inputs if self._is_parameter(v)}
-            of |= {name for name in node.others if not is_drawn(name)}
-            if len(of) == 1:
-                return of.pop()
-            if of:
-                return self._numbers.setdefault(frozenset(of), node.index)
-        inputs = tuple(map(self.root, node.inputs))
-        numbers = tuple((i, str(number)) for i, number in node.literals.items())
-        key = (node.name, str(node.eqn.params), node.others, inputs, numbers)
-        return self._numbers.setdefault(key, node.index)
-
-    def _is_parameter(self, value: Value) -> bool:
-        """Whether an operand is no draw, and no number that scales."""
-        if value.node >= 0 and self._nodes[value.node].drawn:
-            return False
-        return self._spread_from(value).size > 1
+        if node.name not in ELEMENTWISE or node.drawn:
+            return None
+        large = (v for v in node.inputs if self._spread_from(v).size > 1)
+        read = [*large, *node.others]
+        of = {self.root(v) for v in read if not is_drawn(v, self._nodes)}
+        return of.pop() if len(of) == 1 else self._number(frozenset(of)) if of else None
 
     def _spread_from(self, value: Value) -> Value:
         """Returns what a value is repeated from, or moved."""
@@ -270,11 +285,30 @@ class Roots:
 _VIEWS = MOVES | {"broadcast_in_dim"}
 
 
-def _is_own(node: Node) -> bool:
+def _is_own(maker: Node | Made) -> bool:
     """Whether a value is another one than all others: what a loop or a draw makes."""
-    if node.name == "join" and node.inputs:
-        return False
-    return node.eqn is None or not (node.inputs or node.others)
+    if isinstance(maker, Node) and maker.eqn is None:
+        return maker.name != "join" or not maker.inputs
+    return is_drawn_anew(maker.eqn)
+
+
+def _reads(maker: Node | Made) -> Sequence[Value | None]:
+    if isinstance(maker, Made):
+        return maker.operands
+    return () if _is_own(maker) else [*maker.inputs, *maker.others]
+
+
+def _given(value: Value | None) -> Hashable:
+    """Returns the name of what no equation makes."""
+    if value is None:
+        return None
+    if value.name is not None:
+        return value.name, value.aval.shape
+    if value.constant is None or value.argument != -1:
+        return value.argument, value.slice_of >= 0
+    number = np.asarray(value.constant)
+    known = number.tobytes() if number.size <= _SHORT else id(value.constant)
+    return number.dtype.str, number.shape, known
 
 
 def tied_lookups(graph: Graph, products: set[int], made: set[int]) -> set[int]:

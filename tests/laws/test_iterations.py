@@ -126,6 +126,18 @@ PROGRAMS = {
     "masked by a draw": by_weight(
         lambda w: w * jax.random.bernoulli(jax.random.key(0), 0.5, w.shape)
     ),
+    "masked by numbers": by_weight(jnp.tril),
+    "without a diagonal": by_weight(
+        lambda w: jnp.fill_diagonal(w, 0, inplace=False),
+    ),
+    "a triangle": by_weight(
+        lambda w, v: jnp.zeros((8, 8), f32).at[jnp.triu_indices(8)].set(v),
+        lambda rng: normal(rng, 36, scale=0.4),
+    ),
+    "of few bits": by_weight(
+        lambda w: jnp.round(w * 64).astype(np.int8).astype(f32) * f32(1 / 64)
+    ),
+    "an inverse": by_weight(lambda w: jnp.linalg.inv(3 * jnp.eye(8, dtype=f32) + w)),
     "of integers": by_weight(
         lambda w, q: q.astype(f32) * f32(4e-3),
         lambda rng: rng.randint(-127, 127, (8, 8)).astype(np.int8),

@@ -617,6 +617,20 @@ def test_the_derivative_of_a_softplus_reads_its_argument(activation):
         assert relative_error(a - w, b - w) < 8 * EPS["mixed_bfloat16"]
 
 
+def test_a_softplus_of_half_values_is_computed_in_half():
+    w, x = jnp.asarray(normal(D, D)), jnp.asarray(normal(T, D))
+
+    def step(w, x):
+        def loss(w):
+            h = jax.nn.softplus((x @ w).astype(jnp.float16)).astype(jnp.float32)
+            return jnp.square(h @ w).mean()
+
+        return w - jax.grad(loss)(w)
+
+    found = jax.jit(mixed_precision(step, "mixed_bfloat16"))(w, x)
+    assert relative_error(found - w, step(w, x) - w) < 8 * EPS["mixed_bfloat16"]
+
+
 def test_what_is_masked_is_no_derivative_of_a_softplus():
     (w,) = weights((D, D))
     x = jnp.asarray(normal(T, D))

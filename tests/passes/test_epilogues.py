@@ -91,6 +91,13 @@ def read_twice(params, x):
     return jnp.square(convolve(jnp.tanh(h + bias) * h, last)).mean()
 
 
+def reconstructed(params, x):
+    """A residual is a layer's operand, and its square a term of the loss."""
+    first, last, bias = params
+    residual = convolve(x, first) + bias - jnp.concatenate([x, x], -1)
+    return jnp.square(convolve(residual, last)).mean() + jnp.square(residual).mean()
+
+
 def streamed(params, x):
     """Two sums with a stream: behind a bias, and without one."""
     first, last, bias = params
@@ -114,6 +121,7 @@ def images():
         (grouped, 2, False),  # cuDNN takes none
         (residual, 1, False),  # no bias
         (read_twice, 1, False),  # the result itself is stored
+        (reconstructed, 1, False),  # a difference reads the sum unrounded
     ],
 )
 def test_a_bias_is_added_in_the_result_of_a_convolution(loss, groups, found):
