@@ -7,11 +7,12 @@ rounded at other places than the other one, and then nothing is equal any more. 
 second copy reads what the first one has made before anything is decided.
 
 Values are numbered: two equations of one primitive, with the same parameters and with
-operands of the same numbers, have results of the same numbers. Calls are looked into,
-and functions with a `custom_jvp`, but not those with a `custom_vjp`: its rule may say
-that the gradient is another one (reversed, scaled, clipped). A loop, a branch and a
-checkpoint are programs of their own, so that what a checkpoint computes once more stays
-computed once more.
+operands of the same numbers, have results of the same numbers. What is equal has equal
+derivatives, too, but for `stop_gradient`: a step that returns a gradient may be jitted,
+checkpointed or scanned, and differentiated after that. So two calls with a `custom_jvp`
+are equal if their rules are, and with a `custom_vjp` none are. Other calls are looked
+into. A loop, a branch and a checkpoint are programs of their own, so that what a
+checkpoint computes once more stays computed once more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core as jex
 
@@ -42,7 +44,6 @@ _TRANSPARENT = frozenset(
         "call",
         "closed_call",
         "core_call",
-        "custom_jvp_call",
         "eval_jaxpr",
         "jit",
     }
@@ -54,8 +55,8 @@ _APART = frozenset({"optimization_barrier", "rng_uniform", *LEFT_ALONE})
 def computed_once(closed: Any, by_path: bool = False) -> Any:
     """Returns a program in which no matrix multiplication is computed twice.
 
-    Nor is what is made of one. It must not be differentiated afterwards: of two calls
-    with custom derivatives of their own one is left.
+    Nor is what is made of one. Where `stop_gradient` occurs, it must not be
+    differentiated afterwards: what is stopped is the same value.
 
     Args:
       closed: a closed jaxpr.
@@ -144,6 +145,7 @@ class _Numbers:
         # Numbers that a matrix multiplication has made, and the first variable of each
         # with the calls that it stands in.
         self._made: set[int] = set()
+        self._with_rules: dict[tuple[int, ...], Any] = {}
         self._first: dict[int, tuple[Any, tuple[int, ...]]] = {}
         self._contexts: dict[int, tuple[Any, str]] = {}
 
@@ -195,7 +197,8 @@ class _Numbers:
     ) -> list[tuple[Any, Any]]:
         atoms, numbers = [a for a, _ in read], tuple(n for _, n in read)
         name = eqn.primitive.name
-        is_made = name in PRODUCTS or any(n in self._made for n in numbers)
+        multiplies = name in PRODUCTS or _is_ruled_product(eqn)
+        is_made = multiplies or any(n in self._made for n in numbers)
         if name in IDENTITIES and len(numbers) == 1:
             outs = self._write(eqn, atoms, calls, stack)
             return [(v, numbers[0]) for v in outs]
@@ -204,8 +207,12 @@ class _Numbers:
             known = self._table.get(key)
         except TypeError:  # a parameter that has no hash
             key = known = None
+        if known in self._with_rules and not _have_one_rule(
+            eqn, self._with_rules[known]
+        ):
+            key = known = None
         if known is not None and is_made:
-            self.repeated |= name in PRODUCTS
+            self.repeated |= multiplies
             self.opened.update(calls)
             found = [self._first[n] for n in known]
             self.opened.update(c for _, where in found for c in where)
@@ -217,11 +224,19 @@ class _Numbers:
             self._made.update(new if is_made else ())
             if key is not None:
                 self._table[key] = new
+                if name == "custom_jvp_call":
+                    self._with_rules[new] = eqn
         return list(zip(outs, new, strict=True))
 
     def _key(self, eqn: Any, numbers: tuple[Any, ...], place: Place) -> Any:
         """Returns the key of equal equations; None if there are none."""
-        if eqn.primitive.name in _APART or held_jaxprs(eqn) or eqn.effects:
+        params = eqn.params
+        if eqn.primitive.name == "custom_jvp_call" and _is_closed(eqn):
+            (jaxpr,) = held_jaxprs(eqn)  # its rule is looked at if all else is equal
+            params = {"call_jaxpr": str(jaxpr)}
+        elif held_jaxprs(eqn):
+            return None
+        if eqn.primitive.name in _APART or eqn.effects:
             return None
         if any(_compat.is_reference(v.aval) for v in [*eqn.invars, *eqn.outvars]):
             return None
@@ -231,7 +246,7 @@ class _Numbers:
             place.full,
             place.path if self._by_path else "",
             self._context(eqn),
-            *sorted(eqn.params.items(), key=_first),
+            *sorted(params.items(), key=_first),
         )
 
     def _context(self, eqn: Any) -> str:
@@ -293,7 +308,7 @@ class _Products:
             name = eqn.primitive.name
             if name in IDENTITIES:
                 outs = reads
-            elif _is_open_call(eqn):
+            elif _is_open_call(eqn) or (name == "custom_jvp_call" and _is_closed(eqn)):
                 (jaxpr,) = held_jaxprs(eqn)
                 inner = _compat.open_jaxpr(jaxpr)
                 inside = dict(zip(inner.invars, reads, strict=True))
@@ -336,8 +351,40 @@ def _is_open_call(eqn: Any) -> bool:
     """Whether an equation is nothing but a call of a jaxpr without constants."""
     if eqn.primitive.name not in _TRANSPARENT or not _compat.is_plain_call(eqn):
         return False
+    return _is_closed(eqn)
+
+
+def _is_closed(eqn: Any) -> bool:
+    """Whether a call holds a jaxpr without constants."""
     (jaxpr,) = held_jaxprs(eqn)
     return not _compat.constvars(jaxpr) and not _compat.constants(jaxpr)
+
+
+def _is_ruled_product(eqn: Any) -> bool:
+    """Whether an equation is a matrix multiplication with a derivative of its own."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    return any(
+        inner.primitive.name in PRODUCTS
+        for jaxpr in held_jaxprs(eqn)
+        for inner in _compat.open_jaxpr(jaxpr).eqns
+    )
+
+
+def _have_one_rule(first: Any, second: Any) -> bool:
+    """Whether two calls with a `custom_jvp`, else equal, have equal derivatives."""
+    rules = _rule(first), _rule(second)
+    captured = zip(*map(_compat.constants, rules), strict=False)
+    return str(rules[0]) == str(rules[1]) and all(a is b for a, b in captured)
+
+
+def _rule(eqn: Any) -> Any:
+    """Returns the derivative of a call with a `custom_jvp`, a jaxpr."""
+    _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
+    avals = [v.aval for v in eqn.invars]
+    return jax.make_jaxpr(rule.call_wrapped)(
+        *avals, *(aval.to_tangent_aval() for aval in avals)
+    )
 
 
 def _read(env: dict[Any, tuple[Any, Any]], atom: Any) -> tuple[Any, Any]:

@@ -70,6 +70,8 @@ class Plan:
       asked: the nodes for which a scope of the policy asks for float32.
       region: what it was traced as; None if nobody said.
       is_differentiated: whether it is known to be differentiated from outside.
+      if_differentiated: makes the plan that holds where somebody differentiates it;
+        None if that is this one.
     """
 
     graph: Graph
@@ -81,6 +83,7 @@ class Plan:
     asked: frozenset[int] = frozenset()
     region: Region | None = None
     is_differentiated: bool = False
+    if_differentiated: Callable[[], Plan] | None = None
 
     @property
     def half(self) -> np.dtype:

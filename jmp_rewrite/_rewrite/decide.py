@@ -105,6 +105,7 @@ def _decide(
     results: Sequence[str] = (),
     differentiated: bool = False,
     placement: _plan.Placement = _plan.cheapest,
+    merges: bool = True,
 ) -> tuple[_plan.Plan, frozenset[str]]:
     """Decides for a program that stands somewhere, a derivative rule in its scope."""
     table = policy.table()
@@ -121,11 +122,19 @@ def _decide(
         return build.build(closed, is_opaque, place, by_path, by_sign, dtype)
 
     closed = plain(closed)
+
+    def unmerged() -> _plan.Plan:
+        own = closed, policy, place, arguments, results
+        return _decide(*own, placement=placement, merges=False)[0]
+
     graph = graph_of(closed)
     whole_step = not differentiated and is_whole_step(graph)
-    if whole_step:
+    if_differentiated = None
+    if whole_step and merges:
         merged = computed_once(closed, by_path)
         if merged is not closed:
+            if any(node.name == "stop_gradient" for node in graph.nodes):
+                if_differentiated = unmerged
             graph = graph_of(merged)
             whole_step = is_whole_step(graph)
     overrides, used = _parameters.overrides(graph, policy, arguments, results)
@@ -145,6 +154,7 @@ def _decide(
         )[0],
     )
     plan.region, plan.is_differentiated = Region(policy), differentiated
+    plan.if_differentiated = if_differentiated
     return plan, used | matched(policy, (n.place.path for n in graph.nodes))
 
 

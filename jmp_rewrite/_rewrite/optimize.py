@@ -35,13 +35,21 @@ def optimized(
     choice = _passes.current() if choice is None else choice
     explicit = emitted(plan, choice, emitter_type)
     done = finished(plan, explicit, choice)
+    if (make := plan.if_differentiated) is not None:
+
+        def original() -> Any:
+            return optimized(make(), choice, emitter_type).closed
+
+        return done._replace(closed=_unless_differentiated(done.closed, original))
     if not _may_store(plan):
         return done
     stored = store(explicit, plan.half).closed
     if stored is explicit:
         return done
     less = finished(plan, stored, choice)
-    return less._replace(closed=_unless_differentiated(less.closed, done.closed))
+    return less._replace(
+        closed=_unless_differentiated(less.closed, lambda: done.closed)
+    )
 
 
 def emitted(
@@ -71,22 +79,23 @@ def _may_store(plan: _plan.Plan) -> bool:
     return bool(plan.graph.loops) and is_forward
 
 
-def _unless_differentiated(closed: Any, original: Any) -> Any:
+def _unless_differentiated(closed: Any, original: Callable[[], Any]) -> Any:
     """Returns a program that is another one where somebody differentiates it.
 
-    Cotangents of what a loop carries in half would be added up in half.
+    Cotangents of what a loop carries in half would be added up in half, and what is
+    stopped and what is not were computed once.
 
     Args:
       closed: the program, a closed jaxpr.
-      original: the other one, of the same types.
+      original: makes the other one, of the same types.
     """
-    if not _has_derivative(original):
+    if not _has_derivative(closed):
         return closed
     if closed.effects:  # custom derivatives allow few
-        return original
+        return original()
 
     @jax.custom_jvp
-    def inference(*args: Any) -> list[Any]:
+    def undifferentiated(*args: Any) -> list[Any]:
         return _compat.evaluate(closed, args)
 
     def rule(primals: Any, tangents: Any) -> Any:
@@ -96,13 +105,13 @@ def _unless_differentiated(closed: Any, original: Any) -> Any:
 
         def fun(*some: Any) -> list[Any]:
             args = dict(enumerate(primals)) | dict(zip(moved, some, strict=True))
-            return _compat.evaluate(original, list(args.values()))
+            return _compat.evaluate(original(), list(args.values()))
 
         return jax.jvp(fun, [primals[n] for n in moved], [tangents[n] for n in moved])
 
-    inference.defjvp(rule, symbolic_zeros=True)
+    undifferentiated.defjvp(rule, symbolic_zeros=True)
 
-    return jax.make_jaxpr(inference)(*original.in_avals)
+    return jax.make_jaxpr(undifferentiated)(*closed.in_avals)
 
 
 def _has_derivative(closed: Any) -> bool:

@@ -238,6 +238,54 @@ def test_a_step_that_is_differentiated_keeps_its_rules():
     assert relative_error(found, meta(step)) < 2**-5
 
 
+@jax.custom_jvp
+def rectified(x):
+    return jnp.maximum(x, 0)
+
+
+rectified.defjvp(
+    lambda read, moved: (rectified(*read), jnp.where(read[0] > 0, moved[0], 0))
+)
+
+
+@jax.custom_jvp
+def passed_through(x):
+    return jnp.maximum(x, 0)
+
+
+passed_through.defjvp(lambda read, moved: (passed_through(*read), moved[0]))
+
+
+def network(w, v, x, activation=jnp.tanh):
+    return activation(x @ w) @ v
+
+
+def stopped_again(w, v, x):
+    """A teacher that is the network itself, without a derivative."""
+    return network(w, v, x), network(lax.stop_gradient(w), v, x)
+
+
+def by_other_rules(w, v, x):
+    return network(w, v, x, rectified), network(w, v, x, passed_through)
+
+
+@pytest.mark.parametrize("outside", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("twice", [stopped_again, by_other_rules])
+def test_a_step_with_forces_is_differentiated_as_it_is(twice, outside):
+    """Its values are equal, and their derivatives are not."""
+    (w, v), x = weights((D, D), (D, D)), jnp.asarray(normal(T, D))
+
+    def loss(w, v, x):
+        forces = jax.grad(lambda x: jnp.square(twice(w, v, x)[0]).sum())(x)
+        first, second = twice(w, v, x)
+        return (first * second).mean() + 0.01 * jnp.square(forces).mean(), forces
+
+    half = outside(mixed_precision(loss, "mixed_bfloat16"))
+    found, _ = jax.grad(half, has_aux=True)(w, v, x)
+    right, _ = jax.grad(loss, has_aux=True)(w, v, x)
+    assert relative_error(found, right) < 2**-5
+
+
 def test_results_without_a_name_can_be_read():
     """The second copy of what has several results may read more of them."""
 
