@@ -13,8 +13,10 @@ from jmp_rewrite._graph import HALVES
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import (
+    feeding,
     is_float32,
     is_half_product,
+    is_no_product,
     is_widening,
     makers,
     number_of,
@@ -24,13 +26,15 @@ from jmp_rewrite._passes.match import (
 from jmp_rewrite._passes.program import CASTS, ROUNDING
 from jmp_rewrite._rules import COMPARISONS, MOVES
 
-# Nonlinear functions of a layer, and what they are made of: of a value that is rounded
-# before they have an error of its own size.
+# What layers are made of, normalizations among them: of a value that is rounded before
+# they have an error of its own size.
 _FUNCTIONS = MOVES | {
     "abs",
     "add",
+    "broadcast_in_dim",
     "by_device",
     "clamp",
+    "div",
     "erf",
     "expm1",
     "integer_pow",
@@ -39,8 +43,12 @@ _FUNCTIONS = MOVES | {
     "min",
     "mul",
     "neg",
+    "reduce_sum",
+    "rsqrt",
     "select_n",
+    "sqrt",
     "square",
+    "sub",
     "tanh",
 }
 # What may stand between a convolution and its bias: a view of all of it.
@@ -121,15 +129,16 @@ def _biased(editor: Editor, body: Body, conv: Any, wide: Any) -> tuple[Any, Any]
     features = result.aval.shape[conv.params["dimension_numbers"].out_spec[1]]
     small, _ = _spread(body, bias)
     is_bias = is_float32(bias) and 1 < math.prod(small.aval.shape) <= features
-    return (total, bias) if is_bias and _is_rounded_later(body, total) else None
+    return (total, bias) if is_bias and _is_rounded_later(editor, body, total) else None
 
 
-def _is_rounded_later(body: Body, total: Any) -> bool:
-    """Whether nothing but a layer's nonlinear function reads a sum before rounding.
+def _is_rounded_later(editor: Editor, body: Body, total: Any) -> bool:
+    """Whether nothing but a layer reads a sum before rounding.
 
-    What else reads it in float32 may need its last digits, as a residual's square does.
+    What else reads it in float32 may need its last digits, as the square of a residual
+    does: a sum with what is exact is no layer's.
     """
-    own, sums = {(body, total)}, []
+    own, terms = {(body, total)}, []
     stack = [(body, total)]
     while stack:
         for inner, index, _ in uses(*stack.pop()):
@@ -145,9 +154,21 @@ def _is_rounded_later(body: Body, total: Any) -> bool:
             new = {(inner, v) for v in eqn.outvars} - own
             own |= new
             stack += new
-            if name == "add":
-                sums += [(inner, v) for v in eqn.invars]
-    return all(term in own or number_of(*term) is not None for term in sums)
+            if name in ("add", "sub"):
+                atoms = [v for v in eqn.invars if not hasattr(v, "val")]
+                terms += [(inner, v, name) for v in atoms]
+    return all(
+        (inner, v) in own
+        or number_of(inner, v) is not None
+        or is_widening(inner.made_by(v), editor.half)
+        or (name == "add" and _is_made_of_half(editor, inner, v))
+        for inner, v, name in terms
+    )
+
+
+def _is_made_of_half(editor: Editor, body: Body, var: Any) -> bool:
+    read = feeding([(body, var)], is_no_product)
+    return any(v.aval.dtype == editor.half for _, v in read)
 
 
 def _streamed(editor: Editor, body: Body, wide: Any) -> tuple[list[Any], Any] | None:
