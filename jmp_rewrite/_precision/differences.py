@@ -76,7 +76,7 @@ def differences(
       small: statistics, which a normalization subtracts from what they are of.
       ends: gradients that an update reads, through which nothing is followed.
     """
-    ends = ends | products
+    gradients, ends = ends, ends | products
     promoted, offset = promoted_nodes(graph, made, products), _holds_offset(graph, made)
     turned = turned_cotangents(graph)
     in_layers, positive = _in_layers(graph, products), nonnegative(graph)
@@ -106,6 +106,8 @@ def differences(
             if in_loss or node.index in relative:
                 follow_back(node, promoted, graph, found, ends)
         elif _is_difference(node, graph):
+            if _is_of_two(gradients, node, graph):
+                follow_back(node, promoted, graph, found, products)
             exact = [v for v in node.inputs if is_exact(v, graph, made)]
             known = bool(exact) or any(node.literals.values())
             beside = any(v.made_of_data for v in exact)
@@ -122,6 +124,13 @@ def differences(
             turns = between_cotangents(node, graph, stops) & promoted
             found |= {n: node.index for n in turns if n not in found}
     return found
+
+
+def _is_of_two(gradients: set[int], node: Node, graph: Graph) -> bool:
+    """Whether a difference is of two gradients, as of two phases that contrast."""
+    views = SCALES | VIEWS
+    sources = {source_of(v, graph, views, gradients).node for v in node.inputs}
+    return len(sources) == 2 and sources <= gradients
 
 
 def _projects(node: Node, graph: Graph) -> bool:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from amplifying import judge, normal
+from by_hand import DEVICES
 from jax import lax
 
 from jmp_rewrite import mixed_precision_jaxpr
@@ -92,4 +93,41 @@ def test_a_pool_and_its_derivative_choose_alike(stride):
     judged = judge(fun, lambda rng: (*network_args(rng), OFFSET[0]))
     rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
     for verdict in judged.verdicts("mixed_bfloat16", "cuda", rewritten):
+        assert verdict.holds, verdict
+
+
+def free_energy(w, a, b, v):
+    return jnp.mean(-v @ a - jnp.sum(jax.nn.softplus(v @ w + b), -1))
+
+
+def divergence(w, a, b, v):
+    """Contrastive divergence, of data and of what is near it."""
+    gradient = jax.grad(free_energy, argnums=(0, 1, 2))
+    near = v + f32(0.02) * jnp.sin(9 * v)
+    return tuple(map(jnp.subtract, gradient(w, a, b, v), gradient(w, a, b, near)))
+
+
+def phases(w, a, b, h):
+    """Gradients of an energy by two states that are arguments."""
+
+    def energy(w, b, h):
+        return -jnp.sum(jax.nn.sigmoid(h) * (jnp.tanh(h) @ w + b[: w.shape[1]]))
+
+    gradient = jax.grad(energy, argnums=(0, 1))
+    free, clamped = gradient(w, b, h), gradient(w, b, 0.98 * h)
+    return tuple(map(jnp.subtract, clamped, free))
+
+
+@pytest.mark.parametrize("fun", [divergence, phases])
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_two_gradients_that_contrast_are_unrounded(fun, device):
+    columns = 16 if fun is divergence else 8
+
+    def draw(rng):
+        w = normal(rng, 8, columns, scale=0.4)
+        return w, normal(rng, 8), normal(rng, 16), normal(rng, 32, 8)
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
         assert verdict.holds, verdict
