@@ -31,10 +31,10 @@ def round_last_gradients(editor: Editor) -> None:
     gradient of a weight that is computed, as a softmax of parameters: the derivative of
     that takes off what is common to all of a row, 30 times what is left. Nor is one of
     a weight that is used twice, which is a sum: a critic's two terms all but cancel
-    (7.5 epsilons in place of 1.5), as do the gradients of two phases that contrast. What
-    leads to a scatter is no weight's, but an embedding's. If the result is transposed
-    where it is read, the operands change places, or it is transposed before it is
-    widened: XLA:GPU folds no transpose into a product behind a cast.
+    (7.5 epsilons in place of 1.5), as do the gradients of two phases that contrast.
+    What leads to a scatter is no weight's, but an embedding's. If the result is
+    transposed where it is read, the operands change places, or it is transposed before
+    it is widened: XLA:GPU folds no transpose into a product behind a cast.
 
     On one NVIDIA GPU: several add up what each of them computes, in float32. In whole
     train steps, in bfloat16: a sum may be too large for float16.

@@ -122,23 +122,49 @@ def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
     That is a cast of booleans, a choice between the numbers 0 and 1, or a constant of
     such numbers, moved or spread in any way. The cotangent of a sum is none.
     """
-    while value.node >= 0:
+    value = _seen_through(value, nodes)
+    if value.node < 0 or value.constant is not None:
+        known = value.constant
+        return known is not None and bool(np.all((known == 0) | (known == 1)))
+    node = nodes[value.node]
+    if is_backward(node) or node.inputs:
+        return False
+    if node.name == "convert_element_type":
+        return node.eqn.invars[0].aval.dtype == np.bool_
+    numbers = list(node.literals.values())
+    is_choice = node.name == "select_n" and bool(numbers)
+    return is_choice and all(number in (0, 1) for number in numbers)
+
+
+def thresholded(value: Value, nodes: Sequence[Node]) -> set[int]:
+    """Returns what was compared with a threshold to make zeros and ones.
+
+    Of a product's results they are activations, as those of a network of spikes: they
+    select nothing.
+    """
+    value = _seen_through(value, nodes)
+    stack = list(nodes[value.node].others) if value.node >= 0 else []
+    found: set[int] = set()
+    while stack:
+        read = stack.pop()
+        if read is None or not isinstance(read.name, Made):
+            continue
+        if read.name.name in ORDERS:
+            found |= {v.node for v in read.name.operands if v is not None}
+        elif read.name.name in MOVES | {"and", "broadcast_in_dim", "not", "or"}:
+            stack += read.name.operands
+    return found - {-1}
+
+
+def _seen_through(value: Value, nodes: Sequence[Node]) -> Value:
+    """Returns what zeros and ones are moved, or spread, from."""
+    while value.node >= 0 and value.constant is None:
         node = nodes[value.node]
-        if is_backward(node):
-            return False
-        if value.constant is not None:
-            break
-        if node.name == "convert_element_type" and not node.inputs:
-            return node.eqn.invars[0].aval.dtype == np.bool_
-        numbers = list(node.literals.values())
-        if node.name == "select_n" and not node.inputs and numbers:
-            return all(number in (0, 1) for number in numbers)
         is_view = node.name in MOVES or node.name in ("broadcast_in_dim", "slice")
-        if not is_view or len(node.inputs) != 1:
-            return False
+        if not is_view or len(node.inputs) != 1 or is_backward(node):
+            break
         (value,) = node.inputs
-    known = value.constant
-    return known is not None and bool(np.all((known == 0) | (known == 1)))
+    return value
 
 
 def counts(graph: Graph, half: np.dtype) -> set[int]:

@@ -17,7 +17,7 @@ from jmp_rewrite._graph import (
     is_half,
     reached,
 )
-from jmp_rewrite._precision.origins import is_indicator, is_zero
+from jmp_rewrite._precision.origins import is_indicator, is_zero, thresholded
 from jmp_rewrite._precision.phases import products_of_phases
 from jmp_rewrite._rules import PRODUCTS, Category
 
@@ -122,7 +122,7 @@ def _of_exact_values(graph: Graph, candidates: set[int]) -> dict[int, str]:
 
     One of zeros and ones by construction copies, counts or selects exact values, and so
     its result is exact; one of few terms is arithmetic. Activations and cotangents are
-    rounded anyway.
+    rounded anyway, and an activation that was compared with a threshold is one.
     """
     consumers, nodes = graph.consumers(), graph.nodes
     why: dict[int, str] = {}
@@ -130,8 +130,10 @@ def _of_exact_values(graph: Graph, candidates: set[int]) -> dict[int, str]:
     for n in candidates:
         if any(map(is_zero, nodes[n].inputs)):
             continue  # a recurrent layer's first step: exact in half, too
-        others[n] = [v.node for v in nodes[n].inputs if not is_indicator(v, nodes)]
-        if len(others[n]) < len(nodes[n].inputs):
+        ones = [v for v in nodes[n].inputs if is_indicator(v, nodes)]
+        others[n] = [v.node for v in nodes[n].inputs if v not in ones]
+        others[n] += [x for v in ones for x in thresholded(v, nodes)]
+        if ones:
             why[n] = "full: it copies, counts or selects exact values"
         elif is_short(nodes[n]):
             why[n] = f"full: a sum of no more than {SHORT} products of exact values"
