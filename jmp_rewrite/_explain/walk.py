@@ -27,9 +27,13 @@ from jmp_rewrite._precision import Plan
 from jmp_rewrite._rules import held_jaxprs, held_parameters
 from jmp_rewrite._source import Caller, Line, Lines
 
-_UNLESS_DIFFERENTIATED = (
+_STORES_CARRIES = (
     "loops carry in half what is read rounded alone; if it is differentiated, they "
     "carry it in float32"
+)
+_MERGES_STOPPED = (
+    "what stop_gradient stops is computed once with what it does not; if it is "
+    "differentiated, each is computed"
 )
 
 
@@ -78,7 +82,9 @@ class _Walk:
         """Drafts the row of what holds a program that is not differentiated."""
         (eqn,) = _compat.open_jaxpr(closed).eqns
         step = _Step(use, -1, None, TOP, None, self._trips[use])
-        self._draft(eqn, step, verdict=Verdict(INSERTED, _UNLESS_DIFFERENTIATED))
+        merges = self._plan is not None and self._plan.if_differentiated is not None
+        why = _MERGES_STOPPED if merges else _STORES_CARRIES
+        self._draft(eqn, step, verdict=Verdict(INSERTED, why))
 
     def visit(
         self, jaxpr: Any, use: Instance, place: Place, caller: Caller | None

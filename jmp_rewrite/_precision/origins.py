@@ -123,11 +123,13 @@ def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
     such numbers, moved or spread in any way. The cotangent of a sum is none.
     """
     value = _seen_through(value, nodes)
+    if value.node >= 0 and is_backward(nodes[value.node]):
+        return False
     if value.node < 0 or value.constant is not None:
         known = value.constant
         return known is not None and bool(np.all((known == 0) | (known == 1)))
     node = nodes[value.node]
-    if is_backward(node) or node.inputs:
+    if node.inputs:
         return False
     if node.name == "convert_element_type":
         return node.eqn.invars[0].aval.dtype == np.bool_

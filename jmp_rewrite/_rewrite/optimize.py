@@ -67,7 +67,12 @@ def emitted(
 def finished(
     plan: _plan.Plan, explicit: Any, choice: _passes.Choice | None = None
 ) -> _passes.Optimized:
-    """Runs the passes over a program with explicit casts; see `optimized`."""
+    """Runs the passes over a program with explicit casts; see `optimized`.
+
+    A program of which nothing is half stays as it was.
+    """
+    if not plan.rewrites:
+        return _passes.Optimized(explicit, {})
     choice = _passes.current() if choice is None else choice
     explicit = _passes.Program(explicit, plan.half, plan.pins.whole_step)
     return _passes.optimize(explicit, choice.passes, choice.device)
