@@ -103,6 +103,7 @@ def test_few_files_lie_beside_the_rooms():
     assert len(list(PACKAGE.glob("*.py"))) <= 15
 
 
+@pytest.mark.slow
 def test_importing_starts_no_backend(run_python):
     code = """
 import jax, jmp_rewrite

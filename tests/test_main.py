@@ -42,6 +42,7 @@ def panels_with_curves(path, panels):
     return sum(bool(p.sum() > 100) for p in np.array_split(colored, panels, axis=1))
 
 
+@pytest.mark.slow
 def test_job_prints_a_row_a_policy_and_draws(run_python, tmp_path):
     ran = run_python("-m", "jmp_rewrite", *TINY, "--force-overflow", str(FORCED))
     assert ran.returncode == 0, ran.stderr
@@ -55,6 +56,7 @@ def test_job_prints_a_row_a_policy_and_draws(run_python, tmp_path):
     assert panels_with_curves(tmp_path / "jmp_rewrite.png", panels=3) == 3
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns_with_whole_words(runs):
     change = {"activation_bytes": 2_699_524, "scales": [2.0**24]}  # of the whole job
     large = [dataclasses.replace(run, **change) for run in runs.values()]
@@ -66,6 +68,7 @@ def test_the_table_fits_80_columns_with_whole_words(runs):
     assert "…" not in out.getvalue() and "16,777,216" in out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["", "curves.png"])
 def test_out_is_a_directory_or_a_file(tmp_path, capsys, given):
     main([*TINY, "--policies", "float32", "--out", str(tmp_path / given)])
@@ -99,6 +102,7 @@ def test_nothing_overflows_where_no_loss_is_scaled(runs):
         assert np.isfinite(runs[name].losses).all()
 
 
+@pytest.mark.slow
 def test_loss_scale_grows_within_the_course(digits):
     course = train.Course(units=16, epochs=1, growth_interval=2)
     run = train.train("mixed_float16", digits, course, lambda run: None)
@@ -111,6 +115,7 @@ def test_a_course_is_the_same_twice(digits, runs):
     assert again.losses == runs["float32"].losses
 
 
+@pytest.mark.slow
 def test_activations_are_what_depends_on_the_batch(digits):
     units, size = 512, 4
     params = train.init_params(0, units)
@@ -125,6 +130,7 @@ def test_activations_are_what_depends_on_the_batch(digits):
     assert hidden * 2 <= half <= full - hidden * 2 < weights // 2
 
 
+@pytest.mark.slow
 def test_scale_is_drawn_only_where_there_is_one(runs, tmp_path):
     for name, panels in (("float32", 2), ("mixed_float16", 3)):
         path = tmp_path / f"{name}.png"
@@ -205,12 +211,14 @@ def test_rules_reads_every_name_of_a_dtype(short, capsys):
     assert found == capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_devices_says_it_once(run_python):
     ran = run_python("-m", "jmp_rewrite", "devices", "--policy", "fp16")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout.count("compatibility check (mixed_float16)") == 1
 
 
+@pytest.mark.slow
 def test_rules_and_devices_need_no_extras(run_python):
     blocked = "import sys; sys.modules.update(sklearn=None, matplotlib=None, rich=None)"
     for command in ("rules", "devices"):
@@ -257,6 +265,7 @@ def test_version_wherever_it_stands(capsys, argv):
     assert printed == f"jmp_rewrite {jmp_rewrite.__version__}, JAX {jax.__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(run_python):
     closed = "import os; r, w = os.pipe(); os.close(r); os.dup2(w, 1)"
     ran = run_python(

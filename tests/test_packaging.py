@@ -44,6 +44,7 @@ def files_of(*folders):
     return {n for n in names if not re.search(r"__pycache__|\.ipynb_check|\.pyc$", n)}
 
 
+@pytest.mark.slow
 def test_the_wheel_is_the_package(built):
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())
@@ -53,6 +54,7 @@ def test_the_wheel_is_the_package(built):
     assert any(n.endswith("licenses/LICENSE") for n in names)
 
 
+@pytest.mark.slow
 def test_the_wheel_runs(built, tmp_path):
     with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(tmp_path)

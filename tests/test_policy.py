@@ -556,6 +556,7 @@ def test_check_device_takes_the_default_policy():
     assert check_device("auto").ok  # what it picks is fast by definition
 
 
+@pytest.mark.slow
 def test_importing_and_writing_policies_starts_no_backend(run_python):
     code = (
         "import jax\n"

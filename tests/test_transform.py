@@ -166,6 +166,7 @@ def test_classes():
     bit_equal(tuple(made), (X, W))
 
 
+@pytest.mark.slow
 def test_numbers_among_the_results_are_arrays():
     """So they are behind `jax.jit`, with its dtypes and weak types."""
 
@@ -255,6 +256,7 @@ def test_a_result_in_place_of_a_function(wrong, what):
         mixed_precision(wrong, "mixed_bfloat16")
 
 
+@pytest.mark.slow
 def test_auto_that_is_float32_is_logged_once(run_python, monkeypatch):
     monkeypatch.setenv("JMP_REWRITE_CPU_BFLOAT16", "0")
     ran = run_python(
@@ -473,6 +475,7 @@ def test_wrong_static_arguments(static, error, message):
 # ---- closures and caches
 
 
+@pytest.mark.slow
 def test_closures_are_read_at_each_call():
     box = {"w": W}
     half = mixed_precision(lambda x: x @ box["w"], "mixed_bfloat16")
@@ -592,6 +595,7 @@ def test_a_new_default_policy_traces_again():
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_no_leaks_in_transformations():
     half = mixed_precision(f, "mixed_bfloat16")
     with jax.checking_leaks():
@@ -806,6 +810,7 @@ def test_equations_keep_their_lines_and_scopes_where_they_are_copied():
         assert stack.startswith("outside/jmp_rewrite.mixed_precision")
 
 
+@pytest.mark.slow
 def test_captured_arrays_of_a_jitted_function_are_read():
     table = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -817,6 +822,7 @@ def test_captured_arrays_of_a_jitted_function_are_read():
     bit_equal(jax.jit(lambda w: half(table, w))(W), jax.jit(half)(table, W))
 
 
+@pytest.mark.slow
 def test_a_copied_program_holds_no_tracer_when_it_is_traced():
     half = mixed_precision(f, "mixed_bfloat16")
     with jax.checking_leaks():

@@ -163,6 +163,7 @@ def rows_of(job):
     return int(job.lowered.text.partition("%arg2: tensor<")[2].partition("x")[0])
 
 
+@pytest.mark.slow
 def test_rows_and_what_was_tried(report, compiler):
     def answers(job, usual):
         need = rows_of(job) * (2 if "bf16" in job.lowered.text else 4) * 2**20

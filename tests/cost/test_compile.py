@@ -93,6 +93,7 @@ def test_cache_keys_depend_on_device_version_and_flags(installed, monkeypatch):
     assert len(names) == 6
 
 
+@pytest.mark.slow
 def test_a_child_that_takes_too_long_is_killed(child, tmp_path):
     file = tmp_path / "pid"
     child(f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); "
@@ -149,6 +150,7 @@ def test_an_interruption_ends_the_children(child, monkeypatch):
     assert not [t for t in threading.enumerate() if "ThreadPool" in t.name]
 
 
+@pytest.mark.slow
 def test_a_child_ends_with_its_parent(run_python, tmp_path):
     """Its input closes."""
     (tmp_path / "request.json").write_text("{}")

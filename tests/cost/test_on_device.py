@@ -43,6 +43,7 @@ def no_device(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
 
 
+@pytest.mark.slow
 def test_failures_are_a_line_each(no_device, command):
     done, _ = command("--models", "decode", "--modes", "float32")
     assert done.returncode == 1

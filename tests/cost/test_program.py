@@ -238,6 +238,7 @@ def test_one_device_is_no_topology():
         lowered(lambda x: x + 1, X, device="v5e:2x2")
 
 
+@pytest.mark.slow
 def test_no_backend_is_heard(run_python):
     """What a plugin prints while it fails to start is not ours to show."""
     code = """

@@ -24,6 +24,7 @@ needs_gpu = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_a_tpu(report, capfd):
     jnp.zeros(2).block_until_ready()  # another backend has been used
@@ -35,6 +36,7 @@ def test_a_tpu(report, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 @needs_gpu
 def test_a_gpu(report, capfd):
     plain, half = report.cost("H200").rows
@@ -69,6 +71,7 @@ def test_a_batch_that_does_not_fit():
     assert cost.estimates[0].over > 1
 
 
+@pytest.mark.slow
 @needs_gpu
 def test_a_gpu_does_not_say_that_it_does_not_fit():
     cost = jmpr.explain(step)(*arguments(rows=10**9)).cost("h200", policies="float32")
@@ -77,6 +80,7 @@ def test_a_gpu_does_not_say_that_it_does_not_fit():
     assert cost.estimates[0].largest[0].line.startswith("described.py:")
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_a_loop_is_counted_by_its_trips():
     def loop(x, w):
@@ -93,6 +97,7 @@ def test_a_loop_is_counted_by_its_trips():
     assert 25 * cycles[1] < cycles[0] < 75 * cycles[1]
 
 
+@pytest.mark.slow
 @needs_tpu
 def test_collectives_of_a_sharded_step():
     mesh = AbstractMesh((4,), ("data",))

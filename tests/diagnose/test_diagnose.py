@@ -69,6 +69,7 @@ def test_results_of_one_name_are_told_apart():
     assert len(found.results) == 2 and found.error > 0.5
 
 
+@pytest.mark.slow
 def test_arguments_may_be_donated_before_a_diagnosis_is_printed():
     def step(w, x):
         return w - jax.grad(lambda w: jnp.square(jnp.tanh(x @ w) @ w).sum())(w)
@@ -90,6 +91,7 @@ def test_brackets_in_a_scope_are_its_own():
     assert "block[attn]" in str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_set", [False, True])
 def test_a_mesh_in_the_types_is_diagnosed(is_set):
     """`jax.make_mesh` makes such meshes, which equations outside of `jit` must hold."""
@@ -149,6 +151,7 @@ def overflows(x, w):
 ARGS = (20 * jnp.ones((4, 16)), jnp.ones((16, 16)))
 
 
+@pytest.mark.slow
 def test_a_policy_that_mends_it():
     diagnosis = diagnose(overflows, "mixed_float16")(*ARGS)
     assert diagnosis.worst.primitive == "square"
@@ -189,6 +192,7 @@ def test_values_not_finite_in_float32_either_are_named(monkeypatch):
     assert str(diagnosis).count("in float32 as well") == 1
 
 
+@pytest.mark.slow
 def test_the_first_line_that_is_not_finite():
     """Of the batch that gave Inf; with the state after it, that this is what is bad."""
     tx = optax.adam(1e-3)
@@ -219,6 +223,7 @@ def test_a_decorated_step_is_taken_as_it_is():
     assert not x.is_deleted()
 
 
+@pytest.mark.slow
 def test_gradients_that_vanish_want_a_scale():
     x, w = normal(4, 16), normal(16, 16)
     grad = jax.grad(lambda w: 1e-9 * jnp.square(jnp.tanh(x @ w) @ w).mean())
@@ -296,6 +301,7 @@ def test_shapes_in_place_of_arrays():
         diagnose(overflows, "mixed_float16")(*shapes)
 
 
+@pytest.mark.slow
 def test_it_says_what_it_is_doing(capfd):
     slow = []
 
@@ -326,6 +332,7 @@ def vanishing(params, x, scale=1.0):
     return jax.grad(loss)(params)
 
 
+@pytest.mark.slow
 def test_gradients_that_vanish_want_a_scale_and_no_policy():
     args = (normal(16, 16, seed=1), normal(16, 4, seed=2)), normal(8, 16, seed=3)
     diagnosis = diagnose(vanishing, "mixed_float16")(*args)
@@ -338,6 +345,7 @@ def test_gradients_that_vanish_want_a_scale_and_no_policy():
     assert scaled.scaling == "" and scaled.error < scaled.tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "size", "fix"),
     [
@@ -387,6 +395,7 @@ def contrastive(w, x, y):
         return -jnp.mean(jnp.diag(jax.nn.log_softmax(similarity / 1e-4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_the_line_that_has_rounded_and_not_the_one_that_amplifies(policy):
     """A temperature of 1e-4, and a loss of differences of what it divides."""
@@ -435,6 +444,7 @@ def test_one_layer_is_mended_and_not_its_class():
     assert "Linear" not in diagnosis.policy.scopes
 
 
+@pytest.mark.slow
 def test_modules_that_change_in_place_are_judged():
     model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -491,6 +501,7 @@ def test_an_element_of_a_step_counts_as_much_as_its_gradient():
     assert bias.errors([lost - start])[0] == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_healthy_first_step_of_adam_is_called_healthy():
     """Where large terms cancel, small gradients change their sign, and so do steps."""
     tx = loss_scaling(optax.adam(1e-3))
@@ -512,6 +523,7 @@ def test_a_healthy_first_step_of_adam_is_called_healthy():
         assert 0 < diagnosis.error < error
 
 
+@pytest.mark.slow
 def test_healthy_layers_are_called_healthy():
     """Rounding closes gates and opens others, and signs of small gradients change."""
     tx = optax.adam(1e-3)
@@ -562,6 +574,7 @@ def test_a_number_among_the_results():
     assert diagnose(fun, "mixed_bfloat16")(normal(4, 4)).error < 0.02
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_ends_in_half_is_named():
     w = normal(8, 8, scale=0.2)
 
@@ -677,6 +690,7 @@ def test_a_loop_hands_on_what_has_entered_it(times):
     assert found.error == np.inf and found.worst.primitive == "square"
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_diagnosed():
     """The states of loss scaling are stacked: of several scales the least counts."""
     tx = loss_scaling(optax.adam(1e-2))
@@ -694,6 +708,7 @@ def test_an_ensemble_is_diagnosed():
     assert found.loss_scale == 2.0**14 and found.error < found.tolerance
 
 
+@pytest.mark.slow
 def test_a_policy_with_a_primitive_of_ones_own_is_extended():
     own = Primitive("my_gelu")
     own.def_impl(jax.nn.gelu)

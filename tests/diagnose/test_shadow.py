@@ -105,6 +105,7 @@ def test_both_programs(program):
     assert all(i < f.index for f in findings for i in f.reads)
 
 
+@pytest.mark.slow
 def test_float16_too():
     for name in ("attention", "rnn", "step_momentum"):
         program = BY_NAME[name]
@@ -179,6 +180,7 @@ def nested(x, w):
     return lax.scan(outer, x, None, length=4)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("few", [0, 2, 64], ids=["compiled", "both", "by equation"])
 @pytest.mark.parametrize(
@@ -198,6 +200,7 @@ def test_loops(few, loop):
     assert all(f.counts.size for f in inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [0, 64])
 def test_iterations_are_counted_from_the_front(few):
     """The iteration is an index into `xs`, in whichever order they are gone through."""
@@ -242,6 +245,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards(name):
@@ -274,6 +278,7 @@ def test_two_branches():
     assert parted.error == 1 and pairs[0].error == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [0, 64])
 def test_two_exits(few):
     """Each program leaves a loop when it wants to."""

@@ -78,6 +78,7 @@ def test_every_public_attribute_is_described(name):
 # ---- what the pages say
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_python_blocks_run_in_order(page, users_jax, tmp_path, monkeypatch):

@@ -67,6 +67,7 @@ def test_these_are_all():
     assert set(re.findall(r"\]\((\w+)\.py\)", text)) == set(EXAMPLES)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth(one_in=10)
 @each
 def test_runs_small(name, run_python):

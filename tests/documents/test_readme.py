@@ -36,6 +36,7 @@ def users_jax():
         jax.config.update(name, value)
 
 
+@pytest.mark.slow
 def test_python_blocks_run_in_order(users_jax, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "readme"}

@@ -140,6 +140,7 @@ def test_nothing_is_computed():
     assert report.flops == 2 * 2 * 2**21 * 2**40
 
 
+@pytest.mark.slow
 def test_no_backend_is_started(run_python):
     code = """
 import jax, jax.numpy as jnp, jmp_rewrite as jmpr
@@ -653,6 +654,7 @@ def test_callbacks_have_rows_of_their_own():
     assert any("pure_callback at programs.py" in a for a in report.advice)
 
 
+@pytest.mark.slow
 def test_a_sparse_operation_is_named():
     matrix = sparse.BCOO.fromdense(np.eye(8, dtype=np.float32))
     report = explain(lambda x: (matrix @ (x @ x)) @ x, "mixed_bfloat16")(spec(8, 8))
@@ -707,6 +709,7 @@ def test_a_body_that_passes_alone_have_edited_has_reasons():
     assert "a sum: its terms are kept" in added.reason
 
 
+@pytest.mark.slow
 def test_a_body_that_is_used_very_often_has_its_rows_once():
     def double(fun):
         @jax.jit

@@ -407,6 +407,7 @@ def test_layers_that_differ_in_a_number_are_one_line():
     )
 
 
+@pytest.mark.slow
 def test_scopes_add_up(large):
     found = scopes(large.equations, large.layers)
     assert sum(s.flops for s in found) == large.flops
@@ -499,6 +500,7 @@ def test_print_has_a_row_for_each_equation(which, with_rich, large, monkeypatch)
     assert many == (which == "large") == (f"{len(found):,} equations\n" in text)
 
 
+@pytest.mark.slow
 def test_text_is_the_same_every_time(run_python, large):
     assert render(large, 100) == render(large, 100)
     code = """

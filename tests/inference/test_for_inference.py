@@ -105,6 +105,7 @@ def test_weights_change_no_bit(program):
     serves(program.fun, BF16, *program.args())
 
 
+@pytest.mark.slow
 def test_data_movement_is_looked_through():
     def fun(params, x):
         q, k = jnp.split(params["qk"].reshape(32, 2, 16), 2, axis=1)
@@ -238,6 +239,7 @@ def random(*shape):
     return jax.random.normal(jax.random.key(sum(shape)), shape) / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fun", "width", "batches", "is_here"),
     [
@@ -642,6 +644,7 @@ def beams(params, first, width=3):
     return jax.lax.while_loop(goes_on, step, start)[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("search", [greedy, beams])
 def test_a_loop_that_generates_until_all_have_ended(search):
     args = language_params(), jnp.array([1, 5, 7, 11])
@@ -799,6 +802,7 @@ def test_it_has_the_function_s_name():
 # ---- frameworks
 
 
+@pytest.mark.slow
 def test_linen():
     model = nn.Sequential([nn.Dense(32), nn.LayerNorm(), nn.Dense(8)])
     x = inputs(width=16)
@@ -808,6 +812,7 @@ def test_linen():
     assert "float32" in dtypes(stored)  # the norm's scale
 
 
+@pytest.mark.slow
 def test_haiku():
     model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 8])(x)))
     x = inputs()
@@ -815,6 +820,7 @@ def test_haiku():
     assert "bfloat16" in dtypes(stored)
 
 
+@pytest.mark.slow
 def test_equinox():
     model = eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
     serve = for_inference(lambda model, x: jax.vmap(model)(x), BF16)
@@ -871,6 +877,7 @@ class Decoder(nnx.Module):
         return x @ cache.T
 
 
+@pytest.mark.slow
 def test_nnx_caches_are_stored_in_place():
     model, plain, x = Decoder(nnx.Rngs(0)), Decoder(nnx.Rngs(0)), inputs(1)
 
@@ -906,6 +913,7 @@ def test_under_float32_nnx_modules_change_in_place(jit):
     same_bits(nnx.state(stored), nnx.state(served))
 
 
+@pytest.mark.slow
 def test_keras():
     keras = pytest.importorskip("keras")
     layers = keras.layers
@@ -1033,6 +1041,7 @@ def test_a_call_with_too_few_arguments():
         serve(jnp.ones(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_explain_and_diagnose_know_its_policy(policy, is_stored):
@@ -1062,6 +1071,7 @@ def test_static_arguments_of_a_decorated_function():
     same_bits(serve(x, flags), apply(params, x, flags))
 
 
+@pytest.mark.slow
 def test_methods():
     class Model:
         factor = 2.0

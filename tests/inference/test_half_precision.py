@@ -257,6 +257,7 @@ def step(attend, w, x):
     return value, jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_whole_steps(policy):
     w, x = weights(), inputs()
@@ -289,6 +290,7 @@ def test_derivatives(transform, outside, policy):
     assert relative_error(got, want) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("remat", [False, True])
@@ -342,6 +344,7 @@ def test_vmap(inside):
     assert relative_error(got, want) < 0.02
 
 
+@pytest.mark.slow
 def test_shard_map():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("data")

@@ -121,6 +121,7 @@ def test_the_list_in_the_guide_is_the_reports():
     assert found.partition("\n<!-- leaves: end -->")[0] == text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_a_scope_stores_a_table_that_is_looked_up_alone(framework):
     """By name or by the parameter's path, and to the decorated function's bits.

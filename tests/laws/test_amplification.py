@@ -64,6 +64,7 @@ def test_more_random_programs():
         assert not far or all(np.isnan(v.hand) for v in far), said(found, seed)
 
 
+@pytest.mark.slow
 def test_programs_are_reasonable():
     """Of nine programs in ten by hand computes something, and all kinds are drawn."""
     programs = [draw(seed) for seed in range(40)]

@@ -377,6 +377,7 @@ def test_profiler_annotations_and_names(tmp_path):
         half(init_params(), x[:8])["head"].block_until_ready()
 
 
+@pytest.mark.slow
 def test_debug_nans():
     """A skipped step of a jitted function returns no NaN, so nothing is reported.
 

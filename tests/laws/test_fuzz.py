@@ -63,6 +63,7 @@ def count(law):
         jax.clear_caches()  # a long run would fill the memory
 
 
+@pytest.mark.slow
 @programs(14)
 def test_structure(block, seed):
     """Types, no-op, idempotence, casts, deny: of the program and of its gradient."""
@@ -76,6 +77,7 @@ def test_structure_of_more(block, seed):
     check_structure(block, seed)
 
 
+@pytest.mark.slow
 @programs(6)
 def test_values(block, seed):
     """Values and gradients near those of float32, eagerly, jitted and mapped."""

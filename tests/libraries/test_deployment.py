@@ -84,6 +84,7 @@ def ready(policy):
 # ---- export, ahead-of-time compilation, the compilation cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_export_for_all_platforms(policy):
     """The train step for cpu, cuda and tpu: it serializes, loads, and runs."""
@@ -104,6 +105,7 @@ def test_export_for_all_platforms(policy):
     assert relative_error(result, expected) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_export_is_differentiable(policy):
     """An exported loss keeps its gradient, in float32."""
@@ -117,6 +119,7 @@ def test_export_is_differentiable(policy):
     assert relative_error(grads, jax.grad(loss)(params, x)) < 1e-2
 
 
+@pytest.mark.slow
 def test_export_with_symbolic_shapes():
     _, (params, _) = ready("mixed_bfloat16")
     half = jax.jit(mixed_precision(net, "mixed_bfloat16"))
@@ -128,6 +131,7 @@ def test_export_with_symbolic_shapes():
         assert relative_error(loaded.call(params, x), half(params, x)) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_export_of_a_step_with_symbolic_shapes(policy):
     """No pass can tell which of two sizes is larger."""
@@ -150,6 +154,7 @@ def test_export_of_a_step_with_symbolic_shapes(policy):
     assert relative_error(exported.call(w, x), step(w, x)) < 1e-2
 
 
+@pytest.mark.slow
 def test_export_counts_what_has_a_symbol_for_its_size():
     def step(w, x):
         def loss(w):
@@ -205,6 +210,7 @@ CACHED = """
 """
 
 
+@pytest.mark.slow
 def test_the_compilation_cache_hits_in_another_process(run_python, tmp_path):
     runs = [
         run_python("-c", textwrap.dedent(CACHED), str(tmp_path / "cache"))
@@ -295,6 +301,7 @@ def run_on_in_float32(before):
     return losses
 
 
+@pytest.mark.slow
 def test_orbax_restores_into_shardings(tmp_path):
     """The state of eight devices comes back where it was."""
     ocp = pytest.importorskip("orbax.checkpoint")
@@ -314,6 +321,7 @@ def test_orbax_restores_into_shardings(tmp_path):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_cast_stands_in_the_mesh_of_its_operand(policy):
     """`auto_axes` takes arrays from one mesh to another; where is the cast?"""
@@ -333,6 +341,7 @@ def test_a_cast_stands_in_the_mesh_of_its_operand(policy):
         assert relative_error(found, jax.jit(jax.grad(loss))(w, x)) < 2**-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2])
 def test_depthwise_convolutions_of_each_device(kind):
     """JAX's derivative of one permutes by a `reshape`, which is written as two."""

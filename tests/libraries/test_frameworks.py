@@ -125,6 +125,7 @@ def train_step(net, tx=TX):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("pattern", ["layers/1", "^layers/1/w$", ".*1.*", r"s/1\b"])
 @pytest.mark.parametrize("what", ["step", "grad", "loss"])
@@ -208,6 +209,7 @@ def test_tied_weights():
     assert (full, count) == (3, 6)
 
 
+@pytest.mark.slow
 def test_an_embedding_does_not_reach_the_next_product():
     params = {"embed": weight(9, 6), "pos": weight(4, 6), "w": weight(6, 9)}
 
@@ -239,6 +241,7 @@ def test_a_bias_flows_to_the_next_product():
     assert [dtypes_in(e) for e in adds] == [["float32"] * 2]
 
 
+@pytest.mark.slow
 def test_derived_weights():
     """Weight normalization and low-rank updates: made of parameters, then used."""
     params = {
@@ -376,6 +379,7 @@ def linen():
     return Net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_linen_scopes(remat):
     model, (x, y) = linen()(remat=remat), batch()
@@ -402,6 +406,7 @@ def test_a_method_of_a_linen_module_has_its_own_names(name):
     assert apply(variables, x).shape == (8, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compact_inside", [False, True])
 def test_a_method_of_a_linen_module(compact_inside):
     """It makes parameters, draws, and changes its statistics, where it runs."""
@@ -433,6 +438,7 @@ def test_a_method_of_a_linen_module(compact_inside):
     assert {d for e in products(jaxpr) for d in dtypes_in(e)} == {"bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
 def test_linen_trains(policy):
     model, (x, y) = linen()(), batch()
@@ -480,6 +486,7 @@ def haiku():
     )
 
 
+@pytest.mark.slow
 def test_haiku_scopes():
     model, (x, y) = haiku(), batch()
     params = model.init(jax.random.key(0), x)
@@ -489,6 +496,7 @@ def test_haiku_scopes():
     assert layers_of(step, *args) == {f"mlp/linear_{i}" for i in range(3)}
 
 
+@pytest.mark.slow
 def test_haiku_trains():
     model, (x, y) = haiku(), batch()
     params = model.init(jax.random.key(0), x)
@@ -544,6 +552,7 @@ def test_nnx_scopes(pattern):
     }
 
 
+@pytest.mark.slow
 def test_nnx_modules_are_trees():
     nnx, model = nnx_model()
     x, y = batch()
@@ -557,6 +566,7 @@ def test_nnx_modules_are_trees():
     assert {g.dtype for g in arrays(grads)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_nnx_trains():
     nnx, model = nnx_model()
     optimizer = nnx.Optimizer(model, optax.adam(0.05), wrt=nnx.Param)
@@ -603,6 +613,7 @@ def equinox_step(eqx, tx):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["layers/1", ".*1/weight.*"])
 def test_equinox_scopes(pattern):
     eqx, model = equinox()
@@ -617,6 +628,7 @@ def test_equinox_scopes(pattern):
     assert own == ["float32"] * 3 and set(others) == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_equinox_layers_in_a_report():
     eqx, model = equinox()
     opt_state = TX.init(eqx.filter(model, eqx.is_array))
@@ -625,6 +637,7 @@ def test_equinox_layers_in_a_report():
     assert found == {f"layers/{i}" for i in range(3)}
 
 
+@pytest.mark.slow
 def test_equinox_modules_pass_through():
     eqx, model = equinox()
     same = mixed_precision(lambda m: m, BF16)(model)
@@ -638,6 +651,7 @@ def test_equinox_modules_pass_through():
     assert {g.dtype for g in arrays(grads)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_equinox_trains():
     eqx, model = equinox()
     tx = optax.adam(0.05)

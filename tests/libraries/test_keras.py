@@ -61,6 +61,7 @@ def arguments(model, rows=8):
     return values(params), values(stats), x[:rows], y[:rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "full"),
     [("second", 3), ("first", 2), ("^(first|head)$", 5), ("norm", 0)],
@@ -89,6 +90,7 @@ def losses_of_fit(policy):
     return log.history["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [BF16, "mixed_float16"])
 def test_fit(policy):
     """`fit` runs the decorated `train_step`; Keras' own loss scaling is used."""
@@ -98,6 +100,7 @@ def test_fit(policy):
     np.testing.assert_allclose(losses, losses_of_fit("float32"), rtol=0.045)
 
 
+@pytest.mark.slow
 def test_a_step_decorated_after_fit_is_heard():
     """Keras goes on with the step that it has compiled, until the next `compile`."""
     x, y = digits()
@@ -117,6 +120,7 @@ def test_a_step_decorated_after_fit_is_heard():
     fit(model.fit)  # it is heard once
 
 
+@pytest.mark.slow
 def test_a_step_decorated_before_compile_is_not():
     x, y = digits()
     model = classifier()
@@ -145,6 +149,7 @@ def test_fit_is_half():
     assert len(found) == 16 and set(found) == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_applications(monkeypatch):
     """MobileNet: every convolution is half, every statistic and update float32."""
     zeros = lambda self, shape, dtype=None: np.zeros(shape, "f4")  # noqa: E731
@@ -177,6 +182,7 @@ def test_applications(monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_keras_s_own_policy_is_left_alone():
     """A layer that Keras runs in half stays as it is, and gives the same values."""
     keras.utils.set_random_seed(0)

@@ -148,6 +148,7 @@ def test_references_stay_shared():
     assert net.up is net.same
 
 
+@pytest.mark.slow
 def test_what_arguments_of_jit_share_is_diagnosed_as_shared():
     @mixed_precision(BF16)
     def changed(net, down, x):
@@ -160,6 +161,7 @@ def test_what_arguments_of_jit_share_is_diagnosed_as_shared():
         assert look(nnx.jit(changed)) == look(changed)
 
 
+@pytest.mark.slow
 def test_new_modules_may_be_results():
     net = mixed_precision(lambda x: Net(), BF16)(X)
     assert type(net) is Net and net.up is net.same
@@ -211,6 +213,7 @@ def test_nothing_is_kept():
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_gradients_outside_and_inside():
     def loss(net, x):
         return (net(x) ** 2).sum()
@@ -228,6 +231,7 @@ def test_gradients_outside_and_inside():
             np.testing.assert_allclose(g, e, atol=0.03 * float(jnp.abs(e).max()))
 
 
+@pytest.mark.slow
 def test_states_and_transformations():
     """The functional form, `nnx.vmap` and `nnx.cond`, as before."""
     net = Net()
@@ -260,6 +264,7 @@ def stack(rngs):
     return Block(rngs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_and_remat_over_layers(remat):
     """Stacked layers: half inside, and statistics and keys move on."""
@@ -306,6 +311,7 @@ class Stacked(nnx.Module):
         return self.head(through(self.blocks, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "full"),
     [("^head/kernel$", 3), ("^head", 3), ("^blocks/linear/kernel", 3), ("norm", 0)],
@@ -347,6 +353,7 @@ def test_full_precision_and_default_policies():
         assert halves(fun, net, X) == ["float32"] * 2
 
 
+@pytest.mark.slow
 def test_loss_scaling_reads_the_optimizer_s_variables():
     """`nnx.Optimizer` keeps every array of its state in a variable."""
     net = Net()
@@ -377,6 +384,7 @@ def test_loss_scaling_reads_the_optimizer_s_variables():
     assert loss_scale_state(optimizer.opt_state).skipped_steps == 1
 
 
+@pytest.mark.slow
 def test_variables_of_an_outer_trace_are_read():
     """What a function only reads is not written back: NNX would forbid it."""
 
@@ -416,6 +424,7 @@ def test_variables_of_an_outer_trace_are_read():
     assert all(a is b for a, b in zip(after, before, strict=True))
 
 
+@pytest.mark.slow
 def test_an_nnx_without_pytree_is_no_obstacle():
     """Before Flax 0.12, which other libraries bring along, the class had no name."""
     code = """

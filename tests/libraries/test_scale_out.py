@@ -195,6 +195,7 @@ def on_one_device(policy):
     return step(params, TX.init(params), x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout):
@@ -250,6 +251,7 @@ def gathered_bytes(text):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [fsdp, fsdp_gathered_by_the_user])
 @pytest.mark.parametrize("scan", [False, True])
 def test_gradients_from_outside_gather_half(layout, scan):
@@ -275,6 +277,7 @@ def test_gradients_from_outside_gather_half(layout, scan):
     assert found[F16] == found["float32"] / 2
 
 
+@pytest.mark.slow
 def test_reduction_of_gradients():
     """In a whole step gradients meet in float32; from outside they meet in half.
 
@@ -310,6 +313,7 @@ def test_reduction_of_gradients():
     assert errors["inside"] < errors["outside"] < 4 * EPS[F16]
 
 
+@pytest.mark.slow
 def test_explicit_sharding():
     """Sharding in types: the types are the same ones."""
     on = mesh(DEVICES, kind=AxisType.Explicit)
@@ -344,6 +348,7 @@ def typeof(x):
     return x.shape, x.dtype, x.sharding.spec
 
 
+@pytest.mark.slow
 def test_shard_map():
     """FSDP by hand: weights are gathered in half, gradients scattered in float32."""
     on = mesh(DEVICES)
@@ -381,6 +386,7 @@ def test_shard_map():
     assert not {("all-gather", "f32"), ("reduce-scatter", "f16")} & kinds
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("inside", [False, True])
 def test_pmap(inside):
@@ -415,6 +421,7 @@ def test_products_inside_pmap_are_half():
 # ---- donation, memory kinds
 
 
+@pytest.mark.slow
 def test_donation_is_kept():
     """Every buffer of the state is used again, as in the original program."""
     run, args = arguments(fsdp)
@@ -433,6 +440,7 @@ def test_donation_is_kept():
     assert all(x.is_deleted() for x in arrays(args[:2]))
 
 
+@pytest.mark.slow
 def test_memory_kinds_are_kept():
     """Optimizer state on the host goes to the device and back, in float32."""
     on = mesh(DEVICES)
@@ -475,6 +483,7 @@ def scaled_step(policy, run):
     return tx, step
 
 
+@pytest.mark.slow
 def test_loss_scaling_of_sharded_parameters():
     """An overflow on one device skips the step on all."""
     on, run, spec_of, rows = fsdp()
@@ -544,6 +553,7 @@ def one_process():
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("device", [None, "NVIDIA GPU", "TPU v5e"])
 @pytest.mark.parametrize("how", ["explicit", "shard_map"])

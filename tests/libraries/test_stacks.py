@@ -43,6 +43,7 @@ def train(stack, seed):
     return float(np.mean(np.asarray(losses[-10:]))), float(right.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("make", STACKS, ids=lambda make: make.__name__)
 def test_trains_like_float32(make):
@@ -71,6 +72,7 @@ def is_key(x):
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("make", STACKS, ids=lambda make: make.__name__)
 def test_a_skipped_step_moves_nothing(make):

@@ -121,6 +121,7 @@ def check_trajectory(finite, bounds, interval, growth, backoff):
     assert [row[5] for row in got] == (-applied).tolist()
 
 
+@pytest.mark.slow
 @trajectories(30)
 def test_trajectory_is_the_reference(finite, bounds, interval, growth, backoff):
     check_trajectory(finite, bounds, interval, growth, backoff)
@@ -197,6 +198,7 @@ def test_fixed_scale_never_moves_and_skips(scale):
     assert [row[5] for row in got] == [-1.0, -1.0, -1.0, -2.0]
 
 
+@pytest.mark.slow
 def test_none_passes_everything_through():
     bare, tx = adam(0.1), loss_scaling(adam(0.1), None)
     params = {"w": jnp.ones(3), "h": jnp.ones(2, jnp.bfloat16)}
@@ -230,6 +232,7 @@ def test_state_is_strongly_typed_from_the_start():
     assert not any(x.weak_type for x in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("donate", [False, True])
 def test_one_compilation_serves_every_step(dtype, donate):
@@ -253,6 +256,7 @@ def test_one_compilation_serves_every_step(dtype, donate):
     assert state.skipped_steps == 1 and all_finite(params)
 
 
+@pytest.mark.slow
 def test_state_round_trips(tmp_path):
     tx = loss_scaling(optax.chain(optax.clip(1.0), adam(0.1)), min_scale=2.0)
     params = {"w": jnp.ones(3)}
@@ -368,6 +372,7 @@ def test_small_half_gradients_survive():
     np.testing.assert_allclose(unscale(grads, tx.init(1.0)), true, rtol=2**-10)
 
 
+@pytest.mark.slow
 def test_other_leaves_pass_and_wider_ones_keep_their_dtype(state):
     with jax.enable_x64(True):
         grads = {
@@ -410,6 +415,7 @@ def test_skipped_step_changes_no_bit(bad, dtype):
     assert bits(after.inner_state) == bits(state.inner_state)
 
 
+@pytest.mark.slow
 def test_inner_keys_and_integers_are_kept():
     def init(params):
         return {"key": jax.random.key(0), "n": jnp.int32(3), "nan": jnp.float32(NAN)}
@@ -479,6 +485,7 @@ def test_where_applied_chooses_leaf_by_leaf():
         assert bits(kept) == bits({k: want[k] for k in kept})
 
 
+@pytest.mark.slow
 def test_ensembles_skip_one_by_one():
     tx = loss_scaling(adam(0.1))
     params = jnp.ones((3, 2))

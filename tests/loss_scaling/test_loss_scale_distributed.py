@@ -43,6 +43,7 @@ def check(w, state):
     np.testing.assert_allclose(w, np.broadcast_to(expected(), w.shape), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_jit_with_sharded_batches():
     mesh = jax.make_mesh((DEVICES,), ("data",))
     tx = loss_scaling(SGD)
@@ -62,6 +63,7 @@ def test_jit_with_sharded_batches():
     assert w.sharding.is_fully_replicated and state.loss_scale.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_jit_with_sharded_parameters_and_state():
     mesh = jax.make_mesh((DEVICES,), ("data",))
     tx = loss_scaling(optax.adam(0.1))
@@ -76,6 +78,7 @@ def test_jit_with_sharded_parameters_and_state():
     assert updates.sharding.is_equivalent_to(sharding, updates.ndim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("reduced", [True, False])
 def test_shard_map(check_vma, reduced):
@@ -124,6 +127,7 @@ def test_shard_map(check_vma, reduced):
         check(w, state)
 
 
+@pytest.mark.slow
 def test_shard_map_without_axis_name_would_diverge():
     """What axis_name is for: the members' verdicts differ."""
     mesh = jax.make_mesh((DEVICES,), ("data",))
@@ -146,6 +150,7 @@ def test_shard_map_without_axis_name_would_diverge():
         assert run(grads).sum() == want
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_pmap():
     tx = loss_scaling(SGD, axis_name="data")
@@ -219,6 +224,7 @@ WORKER = """
 """
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     """Gloo on localhost: both processes skip the step that one of them overflowed."""
     rows = two_processes(tmp_path, WORKER, 1)

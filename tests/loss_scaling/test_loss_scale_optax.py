@@ -175,6 +175,7 @@ def bits(tree):
     return jax.tree.map(leaf, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_contract(name):
@@ -198,6 +199,7 @@ def test_contract(name):
     assert jax.tree.map(jax.typeof, state) == avals
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lion", "MultiSteps", "adafactor"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -215,6 +217,7 @@ def test_half_parameters_keep_all_dtypes(name, dtype):
     assert update._cache_size() == 1 and all_finite((p, state))
 
 
+@pytest.mark.slow
 def test_clipping_sees_true_gradients():
     tx = loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     state = tx.init(jnp.zeros(2))
@@ -338,6 +341,7 @@ def test_two_optimizers_have_two_states():
         loss_scale_state(states)
 
 
+@pytest.mark.slow
 def test_batch_norm_survives_forced_overflows():
     """Everything carried equals the run that never saw the overflowing batches."""
     tx = loss_scaling(optax.adam(0.05))
@@ -381,6 +385,7 @@ def test_batch_norm_survives_forced_overflows():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_complex_gradients(dtype):
     tx = loss_scaling(optax.adam(0.1))
@@ -398,6 +403,7 @@ def test_complex_gradients(dtype):
     assert bits(optax.apply_updates(p, updates)) == bits(p)
 
 
+@pytest.mark.slow
 def test_a_line_search_sees_the_slopes_of_the_loss():
     """Also of the very function that is differentiated, which `jit` has cached."""
 
@@ -441,6 +447,7 @@ def test_a_scale_that_the_parameters_dtype_cannot_hold_is_refused(loss_scale):
     assert jnp.isfinite(state.loss_scale) and state.skipped_steps == 0
 
 
+@pytest.mark.slow
 def test_what_an_array_holds_is_checked_at_init():
     with pytest.raises(ValueError, match="expected growth_factor to be a number"):
         loss_scaling(growth_factor=jnp.float32(1.0)).init(jnp.ones(3))

@@ -431,6 +431,7 @@ def test_unrolled_steps_are_judged_one_by_one():
 # ---- neither `scale_loss` nor `loss_scaling`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("scale", [None, 1024.0, jnp.float32(1024)], ids=repr)
 def test_a_float16_step_without_a_loss_scale_is_heard(policy, scale, caplog):
@@ -475,6 +476,7 @@ def test_what_a_loss_multiplies_by_is_no_scale(loss):
     assert any("Scale the loss" in text for text in report.advice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["each example", "vmap", "ensemble"])
 def test_a_scaled_float16_step_is_not_told_to_scale(kind, caplog):
     """Of whatever shape the loss is where it is scaled."""
@@ -499,6 +501,7 @@ def test_a_scaled_float16_step_is_not_told_to_scale(kind, caplog):
     assert not any("Scale the loss" in text for text in report.advice)
 
 
+@pytest.mark.slow
 def test_a_policy_that_wants_no_loss_scale_is_not_told_to_have_one(caplog):
     @mixed_precision(Policy("mixed_float16", loss_scale=None))
     def step_that_means_it(w, x):

@@ -35,6 +35,7 @@ def problem():
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_trains_and_keeps_every_type(policy):
     params, batch = problem()
@@ -52,6 +53,7 @@ def test_trains_and_keeps_every_type(policy):
     assert losses[0] < 100  # not the scaled one
 
 
+@pytest.mark.slow
 def test_float32_step_is_the_step_written_out():
     params, batch = problem()
     tx = optax.sgd(0.1)
@@ -77,6 +79,7 @@ def test_products_run_in_the_compute_dtype(policy):
     assert (":bf16[16,4]" in text) == (policy == "mixed_bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 def test_donation(donate):
     params, batch = problem()
@@ -154,6 +157,7 @@ def test_aux_of_a_skipped_step_comes_back_as_computed(policy):
     assert jmpr.where_applied(opt_state, mean, jnp.float32(7)) == 1
 
 
+@pytest.mark.slow
 def test_optimizers_that_ask_for_the_value_get_it():
     params, batch = problem()
     with jax.numpy_dtype_promotion("standard"):
@@ -166,6 +170,7 @@ def test_optimizers_that_ask_for_the_value_get_it():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-2), got, want)
 
 
+@pytest.mark.slow
 def test_multi_steps_without_scaling():
     params, batch = problem()
     tx = optax.MultiSteps(optax.sgd(0.1), 2)
@@ -207,6 +212,7 @@ def test_an_optimizer_that_refuses_the_probe_is_asked_again():
         step(params, tx.init(params), batch)
 
 
+@pytest.mark.slow
 def test_scaling_inside_a_chain_counts():
     tx = optax.chain(jmpr.loss_scaling(optax.sgd(0.1), 64.0), optax.scale(1.0))
     params, batch = problem()
@@ -253,6 +259,7 @@ def test_has_aux_decides_the_form_of_results(wrong, has_aux, said):
         step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
 
 
+@pytest.mark.slow
 def test_enable_sets_the_policy_and_wraps():
     for _ in range(2):  # calling it twice is fine
         tx = enable_mixed_precision_graph_rewrite(optax.sgd(0.1), 8.0)
@@ -286,6 +293,7 @@ def test_enable_with_a_bad_scale_sets_nothing():
     assert jmpr.get_policy() == jmpr.Policy("auto")
 
 
+@pytest.mark.slow
 def test_the_state_of_an_optimizer_that_is_not_wrapped():
     """The optimizer is wrapped; the message says that the state is not its."""
     inner = optax.sgd(0.1)

@@ -128,6 +128,7 @@ def test_recomputation_starts_from_stored_values():
     assert len(products) == len(eqns(trace(step, params, x), "dot_general"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("device", ["NVIDIA H200", "TPU v5e"])
 def test_the_argument_is_one_of_several_results(which, device):
@@ -152,6 +153,7 @@ def transformed(h):
     return jnp.fft.irfft(jnp.fft.rfft(h), n=F)
 
 
+@pytest.mark.slow
 def test_only_arithmetic_is_computed_again():
     """A transform between the product and the function is not run twice."""
     step, params, x = step_of(lambda h: exact_gelu(transformed(h)))
@@ -166,6 +168,7 @@ def test_an_argument_is_not_kept_for_it(activation):
     assert not restored(*step_of(activation))
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("activation", [exact_gelu, written_gelu, jax.nn.gelu])
 @pytest.mark.parametrize("gated", [False, True])
@@ -190,6 +193,7 @@ def test_the_gradient_is_as_good_where_it_is_computed_again(activation, gated):
         assert a < 1.1 * b  # other roundings, up to 1.07 times as far off here
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_softmax_is_better_than_by_hand():
     """Although its exponential is made of rounded quotients, which do not add up to 1.
 
@@ -215,6 +219,7 @@ def test_the_gradient_of_a_softmax_is_better_than_by_hand():
     assert all(ours < hand for ours, hand in errors)  # 0.6 of by hand's here
 
 
+@pytest.mark.slow
 def test_nothing_is_computed_again_in_a_loop():
     """What a scan stacks is read from the stack."""
     step, params, x = step_of(exact_gelu)
@@ -353,6 +358,7 @@ def test_no_other_exponential_is(activation):
     assert not [again for again, _, _ in read if "mul" in names_in(again)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_a_rectifier_keeps_its_result_alone(policy):
     """The sign of its argument is that of its result, which a product reads.
@@ -447,6 +453,7 @@ def of_calls(x, y, w):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize(
     "fun",
@@ -470,6 +477,7 @@ def test_a_sign_is_of_the_same_value(fun):
             assert relative_error(a, b) < 8 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_a_small_number_keeps_its_sign_in_float16():
     """Rounded to float16 it would be 0, and the square root NaN."""
 
@@ -483,11 +491,13 @@ def test_a_small_number_keeps_its_sign_in_float16():
     assert jnp.isfinite(roots).all()
 
 
+@pytest.mark.slow
 def test_diagnose_reads_signs_as_the_rewritten_program_does():
     step, params, x = step_of(jax.nn.relu)
     assert diagnose(step, "mixed_bfloat16")(params, x)
 
 
+@pytest.mark.slow
 def test_a_rectifier_in_a_loop():
     """In a scan the comparison stands in the body of the forward pass."""
     step, params, x = step_of(jax.nn.relu)
@@ -583,6 +593,7 @@ def test_a_rounded_product_is_as_it_is_read(read):
     assert error < 8 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_a_rounded_product_of_stacked_weights_is_transposed_in_half():
     """Widened before it is transposed, it would be no view of the product."""
     w, x = jnp.asarray(normal(3, D, F)), jnp.asarray(normal(3, T, D))
@@ -605,6 +616,7 @@ def test_a_rounded_product_of_stacked_weights_is_transposed_in_half():
         assert relative_error(found - w, step(w, x) - w) < 8 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [jax.nn.softplus, jax.nn.mish])
 def test_the_derivative_of_a_softplus_reads_its_argument(activation):
     """Not the result, which is stored in half for the next layer alone."""
@@ -631,6 +643,7 @@ def test_a_softplus_of_half_values_is_computed_in_half():
     assert relative_error(found - w, step(w, x) - w) < 8 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_what_is_masked_is_no_derivative_of_a_softplus():
     (w,) = weights((D, D))
     x = jnp.asarray(normal(T, D))
@@ -666,6 +679,7 @@ def eighths(x):
     return jnp.logaddexp(x.astype(jnp.float8_e4m3fn).astype(jnp.float32), 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "activation", [lambda x: softhinge(x, 1.0), eighths], ids=["softhinge", "float8"]
 )
@@ -678,6 +692,7 @@ def test_what_is_no_softplus_of_its_argument(activation):
         assert relative_error(a - w, b - w) < EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_a_gradient_that_a_user_reduces_is_reduced():
     w, x = jnp.asarray(normal(D, D)), jnp.asarray(normal(T, D))
 
@@ -708,6 +723,7 @@ def test_a_gradient_that_a_decomposition_reads_is_not_rounded():
     assert rounds(lambda w, x: w - gradient(w, x)) and not rounds(solved)
 
 
+@pytest.mark.slow
 def test_a_rounded_product_is_mapped_and_differentiated():
     step, params, x = step_of(jax.nn.relu, biased=False)
     half = jax.jit(mixed_precision(step, "mixed_bfloat16"))

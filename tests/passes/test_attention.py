@@ -156,6 +156,7 @@ def updates(values, params):
     return jax.tree.map(lambda new, old: new - old, values, params)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
@@ -163,6 +164,7 @@ def test_the_gradients_are_as_good(rows, policy, as_tpu):
     check_gradients(step_of(rows=rows), policy)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_in_whatever_order_dimensions_are(form, as_tpu):
@@ -180,6 +182,7 @@ def check_gradients(step, policy):
     assert relative_error(values, reference) < 4 * EPS[policy]
 
 
+@pytest.mark.slow
 def test_it_is_the_same_sum(as_tpu):
     """Of small whole numbers, which half holds, to the bit; a wrong order shows."""
     rng = np.random.RandomState(1)
@@ -211,6 +214,7 @@ def test_it_is_the_same_sum(as_tpu):
     bit_equal(rewritten(p, w), expected)
 
 
+@pytest.mark.slow
 def test_it_is_another_sum_on_tpus_alone():
     """It is taken as it was on other platforms, and in a program for several."""
     step = jax.jit(mixed_precision(step_of(), "mixed_bfloat16"))
@@ -247,6 +251,7 @@ def refused():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("why", refused())
 def test_other_sums_stay(why, as_tpu):
@@ -259,6 +264,7 @@ def test_other_sums_stay(why, as_tpu):
     assert relative_error(values, reference) < 4 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_a_scope_of_the_policy_asks_as_well():
     def named(scores):
         with jax.named_scope("attend"):
@@ -315,6 +321,7 @@ def scan_of_layers():
     return step, params, x
 
 
+@pytest.mark.slow
 @pytest.mark.breadth(one_in=2)
 def test_in_a_scan_over_checkpointed_layers(as_tpu):
     """The output is computed again in the same iteration."""
@@ -327,6 +334,7 @@ def test_in_a_scan_over_checkpointed_layers(as_tpu):
     assert relative_error(values, reference) < 4 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_a_mesh(kind, as_tpu):
@@ -346,6 +354,7 @@ def test_on_a_mesh(kind, as_tpu):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_in_a_shard_map(check_vma, as_tpu):
@@ -374,6 +383,7 @@ def test_in_a_shard_map(check_vma, as_tpu):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.breadth(one_in=2)
 def test_it_is_mapped_and_differentiated(as_tpu):
     """Ensembles, and learning rates that are learned."""
@@ -393,6 +403,7 @@ def test_it_is_mapped_and_differentiated(as_tpu):
     assert relative_error(value, reference) < 0.05
 
 
+@pytest.mark.slow
 def test_reports_know_it():
     params, x = arguments()
     report = explain(step_of(), "mixed_bfloat16")(params, x)

@@ -238,6 +238,7 @@ by_loss = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.breadth(one_in=16)
 @pytest.mark.parametrize("form", [step_of, pytest.param(sharded, marks=SLOW)])
 @by_loss
@@ -308,6 +309,7 @@ def test_no_pass_hides_a_pattern_from_another(loss):
     assert alone <= together
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("device", [None, "CPU", "NVIDIA H200", "TPU v5e"])
 @pytest.mark.parametrize("loss", [attention, silu_of_a_norm])
@@ -325,6 +327,7 @@ def test_any_device_is_as_good(loss, device):
             assert relative_error(a[1], b) < 2**-7
 
 
+@pytest.mark.slow
 def test_the_switch_takes_part_in_the_cache_key():
     traced = []
 
@@ -355,6 +358,7 @@ def test_misuse_is_heard(passes, device, message):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("written", "name"),
     [

@@ -49,6 +49,7 @@ def rounded(weights):
     return [w.astype(jnp.bfloat16).astype(jnp.float32) for w in weights]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [network, in_a_call, in_a_loop])
 def test_weights_are_read_rounded(fun):
     weights, x = arguments()
@@ -56,6 +57,7 @@ def test_weights_are_read_rounded(fun):
     np.testing.assert_array_equal(half(weights, x), half(rounded(weights), x))
 
 
+@pytest.mark.slow
 def test_without_the_pass_a_compiler_reads_them_unrounded():
     """If this fails, XLA keeps roundings, and the pass is not needed any more."""
     weights, x = arguments()
@@ -80,6 +82,7 @@ def test_computed_kernels_and_whole_steps_are_left_alone():
     assert not choices(jaxpr, "cpu_convolutions")
 
 
+@pytest.mark.slow
 def test_it_is_differentiated_and_mapped():
     weights, x = arguments()
     half = mixed_precision(network, BF16)

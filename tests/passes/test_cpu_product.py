@@ -167,6 +167,7 @@ def test_nothing_is_split_that_devices_share(name):
     assert copies(local) == copies(half)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [((0,), (0,)), ((1,), (0,))])
 def test_shapes_may_be_symbols(numbers):
     """What is not known to be even is not split."""
@@ -180,6 +181,7 @@ def test_shapes_may_be_symbols(numbers):
     assert relative_error(exported.call(x, y), fun(x, y)) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @every_product
 def test_it_is_mapped_differentiated_and_transposed(name):
@@ -216,6 +218,7 @@ def test_forward_functions_keep_the_product():
     }
 
 
+@pytest.mark.slow
 def test_a_whole_step_runs_on_it():
     """In loops and branches too; its weight gradients are float32 as they are."""
     w, x = normal(8, 8), normal(6, 8)

@@ -158,6 +158,7 @@ def on_a_gpu(loss, args):
     return [a - w for a, w in zip(out, jax.tree.leaves(args[0]), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [biased, broadcast_bias, mapped, streamed, pooled])
 def test_gradients_of_convolutions(loss):
     args = kernels(), images()
@@ -204,6 +205,7 @@ def layers():
     return weights((16, 32), (32, 32), (32, 8)), jnp.asarray(normal(24, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "count"),
     [
@@ -236,6 +238,7 @@ def _is_wide(eqn):
     return half and eqn.outvars[0].aval.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [rectified, capped])
 def test_gradients_of_products(loss):
     args = layers()
@@ -255,6 +258,7 @@ def enlarged(size):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "scatters"),
     [(6, 0), (12, 0), (18, 0), (9, 1), (4, 1)],
@@ -273,6 +277,7 @@ def test_gradients_of_repeats_are_sums(size, scatters):
         np.testing.assert_allclose(one, other, rtol=2**-20, atol=2**-20)
 
 
+@pytest.mark.slow
 def test_an_index_in_another_order():
     """`order="F"` permutes: 0 1 2 3 0 1 2 3 are no neighbours, 0 0 1 1 2 2 3 3 are."""
 
@@ -301,6 +306,7 @@ def test_two_repeats_share_a_function():
     assert not eqns(traced(loss, *args), "scatter-add")
 
 
+@pytest.mark.slow
 def test_a_scan_reads_a_part_of_known_indices():
     """0, 0, 1, 1, ... in rows, one a turn: no turn adds up neighbours of its own."""
     numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
@@ -328,6 +334,7 @@ def test_a_scan_reads_a_part_of_known_indices():
 # ---- what products alone read
 
 
+@pytest.mark.slow
 def test_a_moved_kernel_is_reversed_in_half():
     """The gradient of its input, at weights that a gradient has moved."""
 

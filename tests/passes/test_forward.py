@@ -58,6 +58,7 @@ def test_an_attention_stores_its_exponentials_rounded(softmax):
     assert found(fun, *arguments(), policy="mixed_float16")[1] == 0
 
 
+@pytest.mark.slow
 @both
 def test_where_it_is_differentiated_nothing_is_left_of_it(softmax):
     """Its derivative would read the exact exponential beside the rounded one."""
@@ -90,6 +91,7 @@ def test_exponentials_that_no_product_reads_are_left_alone():
         assert found(fun, *arguments())[1] == 0
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("device", ["TPU v5e", "TPU v6e"])
 def test_it_is_as_exact_as_by_hand(softmax, device):
@@ -132,6 +134,7 @@ def attention_loss(softmax):
     return loss
 
 
+@pytest.mark.slow
 @both
 def test_a_derivative_reads_what_the_product_reads(softmax):
     """On GPUs: all scores that are kept in float32 are half numbers."""
@@ -147,6 +150,7 @@ def test_a_derivative_reads_what_the_product_reads(softmax):
     assert not is_half(f"-{DERIVATIVE}")
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("device", DEVICES)
 def test_its_gradients_are_as_exact_as_without(softmax, device):
@@ -160,6 +164,7 @@ def test_its_gradients_are_as_exact_as_without(softmax, device):
     assert relative_error(found, exact) < 1.5 * relative_error(without, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_common_to_a_row_of_cotangents_is_taken_off(device):
     """Values near 1000: their softmax hands back what they differ in alone."""
@@ -178,6 +183,7 @@ def test_what_is_common_to_a_row_of_cotangents_is_taken_off(device):
     assert relative_error(found, exact[0]) <= 1.1 * relative_error(without, exact[0])
 
 
+@pytest.mark.slow
 @both
 def test_undifferentiated_it_changes_no_bit(softmax):
     def fun(w, x):
@@ -191,6 +197,7 @@ def test_undifferentiated_it_changes_no_bit(softmax):
         np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.slow
 @both
 def test_higher_derivatives_maps_and_checkpoints_of_it(softmax):
     loss, (w, x) = attention_loss(softmax), arguments()
@@ -211,6 +218,7 @@ def test_higher_derivatives_maps_and_checkpoints_of_it(softmax):
     assert relative_error(tangents, jax.jvp(loss, (w, x), (w, x))[1]) < 2**-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "divided",
     [
@@ -234,6 +242,7 @@ def test_other_quotients_keep_their_derivative(divided):
     assert relative_error(found, jax.grad(loss)(w, x)) < 2**-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [-1, 0, (0, 1)])
 @pytest.mark.parametrize("ones", [False, True])
 def test_softmaxes_over_any_axes_have_one(axes, ones):
@@ -249,6 +258,7 @@ def test_softmaxes_over_any_axes_have_one(axes, ones):
     assert relative_error(gradient_of(loss, w, x), jax.grad(loss)(w, x)) < 2**-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [True, False])
 def test_dropped_weights_have_one(masked):
     keep = jax.random.bernoulli(jax.random.key(0), 0.8, (T, T))
@@ -265,6 +275,7 @@ def test_dropped_weights_have_one(masked):
         assert relative_error(found, jax.grad(loss)(w, x)) < 2**-5
 
 
+@pytest.mark.slow
 def test_attentions_of_symbolic_sizes_are_exported():
     def loss(w, x):
         return jnp.square(attend(jax.nn.softmax, w, x)).mean()
@@ -277,6 +288,7 @@ def test_attentions_of_symbolic_sizes_are_exported():
         assert relative_error(exported.call(w, x), fun(w, x)) < 2**-7
 
 
+@pytest.mark.slow
 def test_whole_steps_and_what_a_loss_reads_have_none():
     def step(w, x):
         return jax.grad(attention_loss(jax.nn.softmax))(w, x)

@@ -40,6 +40,7 @@ def read_by_a_product(h, g, out):
     return jnp.square(e) @ out + e @ out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "kept"),
     [
@@ -109,6 +110,7 @@ def test_what_is_not_computed_again_is_kept(function, kept):
     assert [name for name in found if name in COSTLY] == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grown", [True, False])
 def test_what_has_grown_of_small_arrays_is_computed_again(grown):
     """Splines of degree two on seven intervals, by recursion."""

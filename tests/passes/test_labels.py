@@ -53,6 +53,7 @@ def step_of(read, labels, bias=True):
     return mixed_precision(step, "mixed_bfloat16")
 
 
+@pytest.mark.slow
 def test_what_is_the_same_for_the_whole_batch():
     """JAX 0.12 adds (1, T, V) to (B, T, V) without a broadcast."""
     params, x = arguments()
@@ -75,6 +76,7 @@ def relaxed(logits, labels):
     return log_probability(logits, labels)
 
 
+@pytest.mark.slow
 def test_what_is_read_by_many_ways_is_not_computed_again():
     """Its recipe would be as long as there are ways: 2 to the power of 24."""
     params, x = arguments()
@@ -115,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", CASES)
 def test_the_numbers_are_the_same(make):
     bit_equal(run(make(), ",".join(OWN)), run(make(), "none"))
@@ -136,6 +139,7 @@ def test_labels_are_looked_for_in_the_stored_logits(read):
     assert largest_read(traced(step, "gather_first")) == {"bfloat16"}
 
 
+@pytest.mark.slow
 def test_a_sum_of_zeros_and_a_label_is_none_over_words():
     step = step_of(log_probability, LABELS)
     (chosen,) = choices(traced_for_all(step, "sum_of_scattered"), "sum_of_scattered")
@@ -143,11 +147,13 @@ def test_a_sum_of_zeros_and_a_label_is_none_over_words():
     assert all(v.aval.shape[-1:] != (WORDS,) for v in chosen.invars)
 
 
+@pytest.mark.slow
 def test_two_labels_in_a_row_are_added_up():
     step = step_of(log_probability, jnp.concatenate([LABELS, LABELS], -1))
     bit_equal(run(step, "sum_of_scattered"), run(step, "none"))
 
 
+@pytest.mark.slow
 def test_a_call_with_a_wish_inside_stays_a_call():
     @jax.jit
     def scaled(logits, labels):

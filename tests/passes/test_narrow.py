@@ -64,6 +64,7 @@ def test_a_product_without_a_softmax():
     assert not edits(jnp.tanh, 24)
 
 
+@pytest.mark.slow
 def test_it_rounds_less_and_on_tpus_alone():
     step = step_of(causal)
     mixed = mixed_precision(step, "mixed_bfloat16")

@@ -40,6 +40,7 @@ def sums(jaxpr):
     return [(e.invars[0].aval.shape, e.params["axes"]) for e in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_bias_gradient_is_the_sum_of_a_shifts(policy):
     """The cotangent is read once, and added up unrounded."""
@@ -60,6 +61,7 @@ def test_a_bias_gradient_is_the_sum_of_a_shifts(policy):
     assert dtypes_in(kept) == ["float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_gradients_are_as_good(policy):
     step = gradient_step(conditioned)
@@ -88,6 +90,7 @@ def test_partial_sums_are_smaller_than_their_array():
     assert ((3,), (0,)) in found
 
 
+@pytest.mark.slow
 def test_sums_in_a_scan_are_of_the_same_iteration():
     def loss(params, x, time):
         def body(carry, row):
@@ -102,6 +105,7 @@ def test_sums_in_a_scan_are_of_the_same_iteration():
     assert relative_error(values, reference) < EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_reports_know_partial_sums():
     step = gradient_step(conditioned)
     report = explain(step, "mixed_bfloat16")(*arguments())

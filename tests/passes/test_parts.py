@@ -106,6 +106,7 @@ def test_slices_are_of_the_product_and_parts_are_joined_for_it(way):
     assert {e.params["start_indices"][2] for e in taken} == {0, WIDTH, 2 * WIDTH}
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", (*WAYS.values(), repeated), ids=(*WAYS, "repeated"))
@@ -116,6 +117,7 @@ def test_every_value_is_the_same(way, policy):
     bit_equal(apart, without(step_of(way), params, x, policy=policy))
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", (*WAYS.values(), repeated), ids=(*WAYS, "repeated"))
@@ -127,6 +129,7 @@ def test_the_gradients_are_as_good(way, policy, as_tpu):
     assert relative_error(values, reference) < 3 * EPS[policy]
 
 
+@pytest.mark.slow
 def test_on_tpus_a_bias_is_the_sum_of_each_part():
     found = {}
     for device in ("CPU", "TPU v5e"):
@@ -170,6 +173,7 @@ def strided(h):
     return h[:, ::2] @ jnp.ones((3, 3)), h[:, 1] @ jnp.ones((3, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("take", [gap, last, overlapping, strided])
 def test_gaps_are_zeros_and_other_arrays_are_left(take):
@@ -183,6 +187,7 @@ def test_gaps_are_zeros_and_other_arrays_are_left(take):
     bit_equal(values, without(step, w, x))
 
 
+@pytest.mark.slow
 def test_a_part_that_is_there_twice():
     """Of a sum, both parts have the same cotangent: one variable."""
 
@@ -207,6 +212,7 @@ def scanned(fun):
     return layers
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, scanned])
 def test_inside_of_other_jaxprs(wrap, as_tpu):
@@ -216,6 +222,7 @@ def test_inside_of_other_jaxprs(wrap, as_tpu):
     assert relative_error(values, step(params, x)) < 2 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_a_mesh(kind, as_tpu):
@@ -230,6 +237,7 @@ def test_on_a_mesh(kind, as_tpu):
     assert relative_error(values, reference) < 2 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_reports_know_parts():
     params, x = arguments()
     report = explain(step_of(indexed), "mixed_bfloat16")(params, x)
@@ -242,6 +250,7 @@ def test_reports_know_parts():
     assert max(diagnosis.results.values()) < diagnosis.tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_number_that_is_reshaped_is_left_alone(policy):
     """A literal has no readers."""
@@ -259,6 +268,7 @@ def test_a_number_that_is_reshaped_is_left_alone(policy):
     assert relative_error(mixed_precision(step, policy)(*args), step(*args)) < 0.01
 
 
+@pytest.mark.slow
 def test_forward_functions_take_parts_of_many_rows_alone():
     """One step of decoding has fewer rows than features: its weights would be cut."""
 

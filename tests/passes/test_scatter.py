@@ -96,6 +96,7 @@ def labels(mode, dtype):
     return np.random.default_rng(0).integers(least, most, (3, 4, 1)).astype(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint32])
 @pytest.mark.parametrize("mode", MODES)
@@ -180,6 +181,7 @@ wrap = jax.jit(lambda i: jnp.where(i < 0, i + 16, i))
 turn = jax.jit(lambda a: a.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "indexed",
     [

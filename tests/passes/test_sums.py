@@ -117,6 +117,7 @@ def in_loops():
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize(
     ("cell", "reverse", "policy"),
@@ -143,6 +144,7 @@ def test_gradients_of_weights_leave_the_loop(cell, reverse, policy, in_loops):
     assert change < min(1.01 * as_before, 16 * EPS[policy])
 
 
+@pytest.mark.slow
 def test_the_loops_of_the_tests_have_sums(in_loops):
     for cell in CELLS:
         step, params, *batch = recurrent(cell)
@@ -160,6 +162,7 @@ def _less(result, params):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("cell", ["OptimizedLSTMCell", "LSTMCell", "GRUCell"])
 def test_cells_of_flax(cell, in_loops):
@@ -183,6 +186,7 @@ def _is_the_same(step, args, in_loops, policy="mixed_bfloat16"):
     assert relative_error(found, before) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_whole_numbers_add_up_exactly(policy):
     """In half 2048 + 1 is 2048, and 256 + 1 is 256."""
@@ -199,6 +203,7 @@ def test_whole_numbers_add_up_exactly(policy):
     assert found[0] == jax.jit(step)(w, xs)[0]
 
 
+@pytest.mark.slow
 def test_the_initial_value_is_added():
     """A sum that the user wrote, of products that a loop makes."""
     (w,) = weights((D, H))
@@ -244,6 +249,7 @@ def test_activations_of_microbatches_are_not_stacked():
     assert summed_in_loops(accumulated, *args) == 5
 
 
+@pytest.mark.slow
 def test_a_sum_that_costs_less_than_its_operands_stays():
     """Of 4 kB a row, many rows are more bytes than the sum of their products."""
     params = {"in": weights((D, H))[0], "state": weights((H, H))[0]}
@@ -301,6 +307,7 @@ NO_SUMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("body", NO_SUMS)
 def test_carries_that_are_no_plain_sums_stay(body):
@@ -319,6 +326,7 @@ def test_carries_that_are_no_plain_sums_stay(body):
     assert carried(jaxprs[0], num_carry) == carried(jaxprs[1], num_carry)
 
 
+@pytest.mark.slow
 def test_a_sum_that_another_sum_reads_stays(in_loops):
     """A covariance that is used as it grows, as fast weights are."""
     (w,) = weights((H, H))
@@ -339,6 +347,7 @@ def test_a_sum_that_another_sum_reads_stays(in_loops):
     assert carried(jaxpr, num_carry)[0] == (H, H)
 
 
+@pytest.mark.slow
 def test_products_with_batch_dimensions_last(in_loops):
     """They contract the first dimensions, and count rows in one behind these."""
 
@@ -363,6 +372,7 @@ def test_products_with_batch_dimensions_last(in_loops):
     _is_the_same(step, (w, xs), in_loops)
 
 
+@pytest.mark.slow
 def test_a_sum_of_several_products(in_loops):
     """A weight that a cell uses twice, one of them transposed, with a sign."""
     (w,) = weights((H, H))
@@ -380,6 +390,7 @@ def test_a_sum_of_several_products(in_loops):
     _is_the_same(step, (w, xs), in_loops)
 
 
+@pytest.mark.slow
 def test_inside_an_epoch(in_loops):
     """A loop over steps, which hold loops over time, is a loop in a loop."""
     step, params, xs, y = recurrent("elman")
@@ -395,6 +406,7 @@ def test_inside_an_epoch(in_loops):
     assert inner == [1, 2]  # the state; its cotangent, and a bias' float32 sum
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("wrap", ["vmap", "checkpoint", "jit", "unroll"])
 def test_with_other_transformations(wrap, in_loops):
@@ -409,6 +421,7 @@ def test_with_other_transformations(wrap, in_loops):
     _is_the_same(step, (params, xs, y), in_loops)
 
 
+@pytest.mark.slow
 def test_a_rewritten_step_is_mapped():
     step, params, xs, y = recurrent("elman")
     params = jax.tree.map(lambda w: w / 4, params)  # or roundings grow in time
@@ -428,6 +441,7 @@ def _loss_of_gated(params, xs, y):
     return jnp.square(hs @ params["out"] - y).mean()
 
 
+@pytest.mark.slow
 def test_reports_count_equations_behind_the_loop_once():
     step, params, *batch = recurrent("elman")
     report = explain(step, "mixed_bfloat16")(params, *batch)
@@ -438,6 +452,7 @@ def test_reports_count_equations_behind_the_loop_once():
     assert len(behind) == 2 * 2 + 1 + 3
 
 
+@pytest.mark.slow
 def test_diagnose_runs_it():
     step, params, *batch = recurrent("gated")
     diagnosis = diagnose(step, "mixed_bfloat16")(params, *batch)

@@ -56,6 +56,7 @@ def large_transposes(fun, *args):
     return [n for n in sizes if n >= B * T * T * G * N]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("attend", [grouped, one_key])
 def test_scores_have_one_order(attend, policy):
@@ -89,6 +90,7 @@ def interleaved(q, k, v):
     return jnp.einsum("bgnkq,bkgd->bqgnd", p, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [read_twice, interleaved])
 def test_other_orders_are_left(attend):
     loss, step = step_of(attend)
@@ -157,6 +159,7 @@ def edited(examples, derandomize):
     return sum(map(bool, edits))
 
 
+@pytest.mark.slow
 def test_any_product_in_any_order():
     assert edited(40, derandomize=True) >= 3
 

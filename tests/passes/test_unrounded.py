@@ -55,6 +55,7 @@ def arguments():
     return (normal(12, D, seed=8), *layers, normal(D, 8, seed=9)), normal(T, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_more_exact_on_a_cpu(policy, rounded):
@@ -69,6 +70,7 @@ def test_gradients_are_more_exact_on_a_cpu(policy, rounded):
     assert on_a_cpu < 0.95 * error()  # 0.92 and 0.93; of a BERT 0.77
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -91,6 +93,7 @@ def test_accelerators_run_the_same_program(outside, platform, policy, rounded):
     assert text() == before
 
 
+@pytest.mark.slow
 def test_without_jit_it_is_the_same():
     compiled = jax.jit(mixed_precision(step, "mixed_bfloat16"))(*arguments())
     at_once = mixed_precision(step, "mixed_bfloat16")(*arguments())
@@ -112,6 +115,7 @@ def peak_backward(residuals, g):
 peak.defvjp(lambda h, top: (top, (h, top)), peak_backward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_values_compared_in_the_backward_pass_are_read_rounded(policy):
     """If none equals the maximum, the gradient is 0 / 0."""
@@ -137,6 +141,7 @@ def test_unrounded_reads_are_reported():
     assert found and {devices_of(e) for e in found} == {("cpu",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["prediction - label", "label - prediction"])
 def test_a_bias_adds_up_unrounded_cotangents(order):
     """Residuals that cancel over a batch would leave the rounding."""

@@ -73,6 +73,7 @@ def with_all_stacks():
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_derivatives_of_gates_are_not_stacked(policy, with_all_stacks):
     step, args = step_of(loss_of(lstm)), arguments()
@@ -103,6 +104,7 @@ def test_the_rest_is_stacked_in_half():
     assert sorted(kept) == ["bfloat16"] * 7 + ["float32"]
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_kept(with_all_stacks):
     step, args = step_of(loss_of(lstm)), arguments()
     reports = [
@@ -132,6 +134,7 @@ def multiplies(t, s, r):
     return t * s * r, 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("made", "fewer"), [(returns, 1), (multiplies, 3)])
 def test_derivatives_of_tanh_alone_are_unstacked(made, fewer, with_all_stacks):
     """Derivatives of tanh alone are left out."""
@@ -172,6 +175,7 @@ def cube(y):
     return y * y * y
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("last", [jnp.log, jnp.sqrt, beyond_one, cube])
@@ -200,6 +204,7 @@ def test_full_precision_is_not_recomputed_from_half(last, policy, with_all_stack
     assert relative_error(found, exact) < as_before + EPS[policy] / 2048
 
 
+@pytest.mark.slow
 def test_a_difference_that_cancels_is_stacked(with_all_stacks):
     """Of a softplus that a product reads, less a number of its size."""
     (w,), xs = weights((8, 8)), normal(5, 3, 8)
@@ -239,6 +244,7 @@ def transposed(z):
     return 2 * jnp.tanh(z).T, lambda a: a.T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", [reduced, flattened, transposed])
 def test_a_gate_of_another_shape(gate):
     """It is returned, for a log; its derivative is computed from it."""
@@ -262,6 +268,7 @@ def test_a_gate_of_another_shape(gate):
     assert relative_error(found, jax.jit(step)(w, xs)) < 4 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_two_loops_of_one_body():
     """They share a jaxpr, and only one of them returns what both stack."""
     params, xs = arguments()
@@ -285,6 +292,7 @@ def test_two_loops_of_one_body():
     assert relative_error(found, jax.jit(step)(params, xs)) < EPS["mixed_bfloat16"] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("wrap", [jax.jit, jax.vmap, jax.checkpoint])
 def test_with_other_transformations(wrap, with_all_stacks):
@@ -299,6 +307,7 @@ def test_with_other_transformations(wrap, with_all_stacks):
     assert relative_error(found, before) < EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_a_loop_over_steps():
     args = arguments()
     step = step_of(loss_of(lstm))
@@ -312,6 +321,7 @@ def test_a_loop_over_steps():
     assert relative_error(found, plain) < EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_diagnose_runs_recomputed_values():
     """Its results are those of the rewritten program, which reads rounded gates."""
     step, args = step_of(loss_of(lstm)), arguments()

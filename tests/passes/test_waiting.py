@@ -144,6 +144,7 @@ def test_zeros_are_filled_when_something_is_added(name, shapes, tied):
     assert found == tied
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -163,6 +164,7 @@ def test_a_gpu_computes_the_same(name, policy):
     assert relative_error(kept, exact) < 8 * EPS[policy]
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_mapped_and_differentiated(name):
@@ -183,6 +185,7 @@ def test_it_is_mapped_and_differentiated(name):
     assert relative_error(found, plain) < 16 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 def test_it_is_reported():
     step, args = gradient_step(u_shaped), u_shape()
     report = explain(step, "mixed_bfloat16")(*args)

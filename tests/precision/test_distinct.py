@@ -109,6 +109,7 @@ def test_a_gradient_that_may_be_added_up_is_added_up_in_float32(index):
         assert dtypes_out(added) == ["float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("index", [*DISTINCT, *MEETING])
 def test_no_update_is_lost(index):
@@ -155,6 +156,7 @@ W = jax.random.normal(jax.random.key(3), (8, D))
 MEETS = jnp.arange(N) // 2  # each place has two updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("sets", [sets_rows, sets_elements_of_it])
 def test_elements_that_are_set_are_moved_in_half(sets, policy):

@@ -69,12 +69,14 @@ def is_same(step, *args, by_path=False):
     return after is before
 
 
+@pytest.mark.slow
 def test_fake_images_are_made_once():
     """And judged once, where both losses judge them."""
     before, after = once(gan, *arguments())
     assert len(products(before)) - len(products(after)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", HALF)
 def test_the_rewritten_step_holds_them_once(policy):
     args = arguments()
@@ -92,6 +94,7 @@ def test_in_float32_nothing_is_touched():
     )
 
 
+@pytest.mark.slow
 def test_a_loop_is_a_program_of_its_own():
     def epoch(g, d, x, z):
         def body(carry, row):
@@ -103,6 +106,7 @@ def test_a_loop_is_a_program_of_its_own():
     assert len(products(before)) - len(products(after)) == 4
 
 
+@pytest.mark.slow
 def test_rematerialized_products_stay():
     def step(params, x):
         def loss(params):
@@ -140,6 +144,7 @@ def test_products_that_a_user_tells_apart_are_other_values(again):
     assert is_same(step, *arguments())
 
 
+@pytest.mark.slow
 def test_products_under_other_scopes_are_other_values():
     def step(*args):
         return gan(*args, again=jax.named_scope("second")(generator))
@@ -176,6 +181,7 @@ def test_each_draw_of_a_stateful_generator_is_another_one():
     assert computed_once(closed) is closed
 
 
+@pytest.mark.slow
 def test_effects_happen_as_often_as_they_did(capfd):
     def noisy(params, z):
         h = z @ params[0]
@@ -221,6 +227,7 @@ doubled.defvjp(
 )
 
 
+@pytest.mark.slow
 def test_a_step_that_is_differentiated_keeps_its_rules():
     """Under `jit` nobody sees that somebody will."""
     (w,), x = weights((D, D)), jnp.asarray(normal(T, D))

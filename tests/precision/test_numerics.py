@@ -46,6 +46,7 @@ def halves(policy, fun, *args):
 # 1. Only float32 values are candidates.
 
 
+@pytest.mark.slow
 @both
 def test_other_dtypes_stay(policy):
     """float64, complex, integers, keys and what is half already are not retyped."""
@@ -309,6 +310,7 @@ def integrate(w, y):
     return lax.while_loop(lambda state: state[0] < 1, step, start)[2]
 
 
+@pytest.mark.slow
 @both
 def test_a_solver_and_its_replay_take_the_same_steps(policy):
     """An adjoint that stores nothing integrates again in the backward pass."""
@@ -457,6 +459,7 @@ COUPLINGS = {
 }
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("coupling", COUPLINGS)
 def test_couplings_in_a_scan_hand_on_what_they_do_not_change(coupling, policy):
@@ -534,6 +537,7 @@ def test_no_scalar_is_half(policy):
 ONES = jnp.ones((8192, 1), jnp.float32)
 
 
+@pytest.mark.slow
 @both
 def test_sums_of_ones(policy):
     """8192 ones add up to 8192: bfloat16 stops at 256, float16 at 2048."""
@@ -582,6 +586,7 @@ def test_gradients_of_ones(policy, decorate):
     assert float(shared[0, 0]) == 4096
 
 
+@pytest.mark.slow
 def test_a_bias_is_repeated_before_it_is_rounded():
     """So that its gradient is a float32 sum: 4097 is none of bfloat16's numbers."""
 
@@ -730,6 +735,7 @@ def test_transposed_products_are_half_as_well(policy):
         assert set(dtypes_in(eqn)) == {HALF[policy]}
 
 
+@pytest.mark.slow
 def test_products_that_emit_float32_run_on_cpu():
     """XLA:CPU has no kernel for a transposed bfloat16 product that emits float32."""
     x, g = weights((2, 3, 5), (2, 3, 7))
@@ -758,6 +764,7 @@ def test_weight_gradients_of_matrices_take_the_fast_kernel():
     assert "lhs_contracting_dims={0}" not in compiled("mixed_bfloat16")
 
 
+@pytest.mark.slow
 def test_vmapped_products_run_on_cpu():
     """`weight @ x` under vmap puts a transpose into a product's operand."""
     ws = [jnp.asarray(normal(*s, scale=0.1)) for s in ((48, 20), (48, 48), (10, 48))]
@@ -952,6 +959,7 @@ def test_interiors(composite, policy):
 # 9. Custom derivatives, checkpoints, random bits.
 
 
+@pytest.mark.slow
 def test_random_bits_do_not_change():
     w, x = weights((W, W), (4, W))
 
@@ -1153,6 +1161,7 @@ def by_hand(params, x, labels, dtype):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
 
 
+@pytest.mark.slow
 @both
 def test_not_worse_than_by_hand(policy):
     """Loss and gradients are as near to float64 as those of the hand-written model."""

@@ -208,6 +208,7 @@ def brute_force(storage):
     return min(allowed, key=lambda half: (storage.cost(half), sum(half)))
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(storages(largest=2**26))
 def test_the_placement_is_the_cheapest(storage):
@@ -215,6 +216,7 @@ def test_the_placement_is_the_cheapest(storage):
     assert cheapest(storage) == list(brute_force(storage))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(storages(largest=2**44))
 def test_the_placement_of_large_programs(storage):

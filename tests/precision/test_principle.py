@@ -90,6 +90,7 @@ def test_rows_of_a_tied_table_are_activations(fun, is_stored, policy):
     assert ("0/table" not in [leaf.path for leaf in kept]) == is_stored
 
 
+@pytest.mark.slow
 @both
 def test_cotangents_of_a_tied_table_are_added_up_in_float32(policy):
     ids = np.zeros(4096, int)
@@ -225,6 +226,7 @@ def test_a_gate_that_two_statistics_share_is_a_layer():
     assert not any("state" in e.reason for e in report.equations)
 
 
+@pytest.mark.slow
 def test_scanned_layers_are_no_state():
     """What a scan carries leads from each weight to itself: another one, by then."""
     seen = jnp.tril(jnp.ones((1, 4, 4), bool))
@@ -452,6 +454,7 @@ def test_explain_names_the_update():
     assert any("state: updated in its own shape at" in r for r in reasons)
 
 
+@pytest.mark.slow
 @both
 def test_an_offset_is_added_behind_the_rounding(policy):
     x, w1, w2 = weights((W, W), (W, W), (W, W))
@@ -592,6 +595,7 @@ def test_cotangents_that_a_returned_gradient_is_a_sum_of(policy):
 # ---- 5. Products that stay float32
 
 
+@pytest.mark.slow
 def test_zeros_and_ones_copy_exact_values():
     (pixels,) = weights((1, 6, 6, 1))
     patches = lambda x: lax.conv_general_dilated_patches(  # noqa: E731

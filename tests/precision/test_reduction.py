@@ -89,6 +89,7 @@ def test_explicit_sums_of_gradients_over_devices_are_half(half, check_vma):
         assert all(dtypes_in(e) == ["float32"] for e in scalars)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_gradients_are_off_by_the_rounding_of_each_device(half):
     fun = over_devices(summed, False)

@@ -441,6 +441,7 @@ def test_precedence_on_literals(pair):
 # ---- warnings
 
 
+@pytest.mark.slow
 def test_a_pattern_without_match_warns_once():
     policy = Policy(BF16, scopes={"head": "float32", "nowhere": "half"})
     half = mixed_precision(two, policy)
@@ -467,6 +468,7 @@ def test_a_scope_that_matched_once_is_not_missed():
     mixed_precision(lambda x: x @ W, policy)(X)
 
 
+@pytest.mark.slow
 def test_rules_of_derivatives_do_not_warn():
     policy = Policy(BF16, scopes={"head": "float32"})
     half = mixed_precision(lambda x, w: two(doubled(x, w), w), policy)
@@ -537,6 +539,7 @@ def test_infer_makes_exp_half():
         assert dtypes_in(exp) == dtypes_out(exp) == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("category", ["allow", "infer", "deny", "clear"])
 @pytest.mark.parametrize(
@@ -621,6 +624,7 @@ def own_primitive():
     return primitive
 
 
+@pytest.mark.slow
 def test_own_primitives():
     twice = own_primitive()
 

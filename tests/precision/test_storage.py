@@ -125,6 +125,7 @@ def bodies(jaxpr):
             yield from bodies(inner)
 
 
+@pytest.mark.slow
 @every_step
 def test_no_value_is_kept_in_two_dtypes(kind):
     """What is computed and rounded is read rounded by everybody."""
@@ -179,6 +180,7 @@ def is_late(eqn):
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
+@pytest.mark.slow
 @every_step
 def test_the_residual_stream_is_half(kind):
     """Between layers and between their gradients the stream is written in half."""
@@ -206,6 +208,7 @@ def test_the_residual_stream_is_half(kind):
     assert gradients >= 2 * layers - 1
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @every_step
 @pytest.mark.parametrize("policy", HALF)
@@ -284,6 +287,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("segment", [jax.ops.segment_max, jax.ops.segment_min])
@@ -663,6 +667,7 @@ def test_a_generation_of_tpus_reads_its_own(version, on, reads_again):
         assert not _compat.is_for(context, on)
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("compared", ["logistic", "sum", "moved"])
 def test_compared_values_are_equal_on_every_platform(compared):
@@ -700,6 +705,7 @@ def test_compared_values_are_equal_on_every_platform(compared):
         assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_a_restored_value_is_mapped_and_differentiated():
     exact = normal(3, 5)
     rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)
@@ -764,6 +770,7 @@ def test_a_target_is_not_rounded():
     assert dtypes_in(maker) == ["float32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pre-norm scan", "post-norm scan"])
 def test_stacked_weights_are_cast_inside(kind):
     """The scans take the float32 stacks; no half copy of all layers is made."""
@@ -885,6 +892,7 @@ def test_a_cotangent_between_recurrent_layers_is_half():
     assert [a.dtype.name for a in behind if a.shape == (D, D)] == ["float32"] * 4
 
 
+@pytest.mark.slow
 def test_data_prepared_for_a_loop_stay_float32():
     """Coefficients of a spline, the times between them, and a solver's first state."""
     (w, v), (x,) = weights((D, D), (D, D)), weights((6, T, D))
@@ -916,6 +924,7 @@ def test_data_prepared_for_a_loop_stay_float32():
     assert len(passed) >= 2 and {str(a.dtype) for a in passed} == {"float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shifted", [True, False])
 def test_carried_scores_are_float32(shifted):
     """A CRF's backward pass takes the exponential of their differences."""
@@ -1129,6 +1138,7 @@ def test_a_mean_of_many_is_a_statistic():
     assert "convert_element_type" not in names
 
 
+@pytest.mark.slow
 def test_what_is_cut_into_windows_is_stored_in_half():
     """A residual sum is rounded in front of the reshape, where XLA:TPU copies it."""
     step, args = pooled_step(mean_of_windows)

@@ -161,6 +161,7 @@ def running():
     return set(json.loads(printed.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 def test_every_primitive_of_the_running_jax_has_a_line(running):
     public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
     assert len(running) > 400 and len(public) > 150  # the walk found them
@@ -306,6 +307,7 @@ def test_reason(name, category, expected):
     assert expected in reason(name, category)
 
 
+@pytest.mark.slow
 def test_rules_import_no_jax(run_python):
     code = (
         "import importlib.util, sys\n"
