@@ -605,6 +605,29 @@ def test_zeros_and_ones_copy_exact_values():
     np.testing.assert_array_equal(np.asarray(plain), np.asarray(found))
 
 
+@jax.custom_jvp
+def spikes(v):
+    return (v > 0).astype(jnp.float32)
+
+
+spikes.defjvp(lambda read, moved: (spikes(*read), moved[0] / (1 + read[0] ** 2)))
+
+
+@pytest.mark.parametrize(
+    "activation", [spikes, lambda v: jnp.where((v > 0) & (v < 9), 1.0, 0.0)]
+)
+def test_spikes_are_activations(activation):
+    x, *ws = weights((W, W), (W, W), (W, W), (W, 8))
+
+    def loss(ws, x):
+        for w in ws:
+            x = activation(x @ w)
+        return x.sum()
+
+    report = explain(jax.value_and_grad(loss), "mixed_bfloat16")(ws, x)
+    assert report.half_flops == 1
+
+
 def test_selected_activations_are_half():
     x, w = weights((W, W), (W, W))
     select = lambda x: jnp.eye(W)[::-1] @ jnp.tanh(x @ w) @ w  # noqa: E731
