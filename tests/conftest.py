@@ -67,12 +67,11 @@ def clear_caches():
 
 
 # What tests marked `passes` run with beside the default: no passes, and the program
-# that each kind of device is given.
+# that each kind of device is given. A v4's passes are among those of a v5e.
 SWITCHED = {
     "no_passes": ("none", None),
     "CPU": ("all", "CPU"),
     "H200": ("all", "NVIDIA H200"),
-    "v4": ("all", "TPU v4"),
     "v5e": ("all", "TPU v5e"),
 }
 
