@@ -77,6 +77,7 @@ def test_out_is_a_directory_or_a_file(tmp_path, capsys, given):
     assert str(written) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_policy_learns_from_the_same_start(runs):
     first = [run.losses[0] for run in runs.values()]
     np.testing.assert_allclose(first, first[0], rtol=2**-6)  # 2 units of bfloat16

@@ -71,6 +71,7 @@ def test_the_wheel_runs(built, tmp_path):
     assert "<html" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_source_has_all_that_ci_needs(built):
     with tarfile.open(built[1]) as sdist:
         names = {n.partition("/")[2] for n in sdist.getnames()}

@@ -57,9 +57,7 @@ def said_by_pyright(tmp_path):
             yield number, revealed[1]
 
 
-@pytest.mark.parametrize(
-    "checker",
-    [said_by_mypy, pytest.param(said_by_pyright, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", [said_by_mypy, said_by_pyright])
 def test_type_checkers_accept_uses_and_refuse_misuses(checker, tmp_path):
     assert dict(checker(tmp_path)) == expected()

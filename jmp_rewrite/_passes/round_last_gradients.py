@@ -108,9 +108,9 @@ def _last(body: Body, var: Any) -> tuple[Any, tuple[int, ...]]:
     return var, order
 
 
-# What stands between a product and the sum, or the difference, of a weight's gradients.
+# What adds up, or contrasts, a weight's gradients, and what stands before it.
 _SUMS = frozenset({"add", "add_any", "sub"})
-_BETWEEN = _SUMS | {"by_device", "convert_element_type", "transpose"}
+_BETWEEN = frozenset({"add_any", "by_device", "convert_element_type", "transpose"})
 
 
 def _is_term(body: Body, var: Any) -> bool:

@@ -53,6 +53,7 @@ def test_odd_types_are_diagnosed(name, policy, recwarn):
         assert given[...] == 0  # what runs write, they write to copies
 
 
+@pytest.mark.slow
 def test_results_of_one_name_are_told_apart():
     """What changes in place is named after its argument, as the first result is."""
 
@@ -82,6 +83,7 @@ def test_arguments_may_be_donated_before_a_diagnosis_is_printed():
     assert "step" in str(found)
 
 
+@pytest.mark.slow
 def test_brackets_in_a_scope_are_its_own():
     def f(w, x):
         with jax.named_scope("block[attn]"), jax.named_scope("x[/head]"):
@@ -115,9 +117,7 @@ def test_a_mesh_in_the_types_is_diagnosed(is_set):
 
 
 # Those whose remedy takes no long search.
-QUICK = {("a margin vanishes", "mixed_bfloat16")}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "policy"),
     [
@@ -125,7 +125,6 @@ QUICK = {("a margin vanishes", "mixed_bfloat16")}
             fault,
             policy,
             id=f"{fault.name}-{policy}",
-            marks=() if (fault.name, policy) in QUICK else pytest.mark.slow,
         )
         for fault in planted_faults.FAULTS
         for policy in fault.dtypes
@@ -368,6 +367,7 @@ def test_another_scale_mends_what_the_scale_has_spoilt(scale, size, fix):
     assert fix in diagnosis.scaling and diagnosis.policy is None
 
 
+@pytest.mark.slow
 def test_what_is_within_the_tolerance_wants_no_scale():
     """A step that is NaN in float32 too has no other error either."""
     args = (normal(16, 16, seed=1), normal(16, 4, seed=2)), normal(8, 16, seed=3)

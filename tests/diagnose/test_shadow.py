@@ -329,6 +329,7 @@ def test_equal_value_and_shadow_are_computed_once():
     assert pairs[1].shadow is not pairs[1].value
 
 
+@pytest.mark.slow
 def test_memory_is_freed_after_the_last_use():
     """At no time more values live than the jaxpr needs: not one a layer."""
     alive = []

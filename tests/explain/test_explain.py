@@ -181,6 +181,7 @@ class Trainer:
         return jnp.tanh(x @ w) @ w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "mixed_bfloat16", "float32"])
 def test_methods_and_partials_of_a_decorated_function(policy):
     """They are explained, and diagnosed, as that function is."""
@@ -207,6 +208,7 @@ def test_methods_and_partials_of_a_decorated_function(policy):
     )
 
 
+@pytest.mark.slow
 def test_what_is_rewritten_inside_is_said():
     """The policy of what stands around it is not its own; nor is a loss scale known."""
     half = mixed_precision(lambda w, x: (jnp.tanh(x @ w) @ w).sum(), "mixed_float16")

@@ -91,6 +91,7 @@ def test_a_good_program_needs_no_advice():
     assert advice_on(jnp.matmul, LARGE, LARGE) == ""
 
 
+@pytest.mark.slow
 def test_advice_on_gradients_that_are_not_scaled():
     step, args = tower_step(1, optimizer=optax.adam(1e-3), scale=False)
     report = explain(step, "mixed_float16")(*args)
@@ -420,6 +421,7 @@ def test_scopes_add_up(large):
     assert mlps.repeats == 120 and mlps.half_flops == mlps.flops > 0
 
 
+@pytest.mark.slow
 def test_the_largest_float32_values_come_first(large):
     first, *rest = largest_full(large.equations, large.layers)
     assert first.stored_bytes >= rest[0].stored_bytes > 0

@@ -554,6 +554,7 @@ def test_a_kernel_in_another_half_dtype(other):
 # ---- reports
 
 
+@pytest.mark.slow
 def test_explain_and_diagnose_name_the_kernel():
     w, x = weights(), inputs()
     fun = functools.partial(forward, attend)

@@ -116,6 +116,7 @@ def text():
     )
 
 
+@pytest.mark.slow
 def test_the_list_in_the_guide_is_the_reports():
     found = DOCUMENT.read_text().partition("<!-- leaves -->\n")[2]
     assert found.partition("\n<!-- leaves: end -->")[0] == text()

@@ -22,7 +22,7 @@ def explain(found):
     return "; ".join(str(v) for v in found if not v.holds)
 
 
-@pytest.mark.breadth
+@pytest.mark.breadth(one_in=12)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(

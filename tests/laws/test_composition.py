@@ -221,6 +221,7 @@ def test_trains_like_float32(make):
     assert before == after
 
 
+@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", RECIPES)
@@ -234,6 +235,7 @@ def test_products_are_half(make, policy):
     assert len(found) == len(products(plain))
 
 
+@pytest.mark.slow
 def test_micro_steps_change_nothing_but_the_accumulator():
     states, _ = trained(multi_steps, "mixed_float16")
     for i in range(1, STEPS + 1):
@@ -241,6 +243,7 @@ def test_micro_steps_change_nothing_but_the_accumulator():
         assert moved == (i % 4 == 0)
 
 
+@pytest.mark.slow
 def test_the_average_is_float32_arithmetic():
     """To the last bit but one: XLA may contract the sum."""
     states, _ = trained(ema, "mixed_float16")
@@ -260,6 +263,7 @@ def test_slow_weights_are_those_of_the_fast_ones():
         assert moved == (i % 5 == 0)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_to_the_bit():
     states, _ = trained(low_rank, "mixed_float16")
     first, last = states[0][0], states[-1][0]
@@ -333,6 +337,7 @@ def test_debug_print_and_callbacks(policy, capfd):
     assert sum(line.startswith("layer ") for line in printed) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside", [True, False])
 def test_checkify(outside):
     """Its checks fire as in float32, from outside and from inside."""
@@ -358,6 +363,7 @@ def test_checkify(outside):
         error.throw()
 
 
+@pytest.mark.slow
 def test_profiler_annotations_and_names(tmp_path):
     """Names of scopes are in the compiled program; annotations run as before."""
 

@@ -77,6 +77,7 @@ def test_what_cancels_is_read_unrounded(name, policy):
         assert verdict.holds, verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 2])
 def test_a_pool_and_its_derivative_choose_alike(stride):
     """Both compare the values that the other one has compared."""

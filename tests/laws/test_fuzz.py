@@ -107,6 +107,7 @@ FOUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
 def test_known_failures_stay_mended(name):
     """Programs that broke a law once."""

@@ -88,6 +88,7 @@ def test_products_inside_custom_jvp():
     assert {d for e in products(tangent) for d in dtypes_in(e)} == {"bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_batching_rules_are_rewritten(shared):
     """By `jax.vmap` outside; a derivative's own rule is made of it by JAX."""
@@ -391,6 +392,7 @@ def one(a):
 one.defvjp(lambda a: (one(a), a), lambda a, g: (g * a,))
 
 
+@pytest.mark.slow
 def test_a_number_with_a_derivative_of_its_own():
     params, (x,) = weights((W, W), (W, W)), weights((16, W))
 
@@ -402,6 +404,7 @@ def test_a_number_with_a_derivative_of_its_own():
     assert exact and abs(found - exact) < 2**-4 * abs(exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_a_turn_reads_a_part_of_what_was_padded(policy):
     """What a sequence is padded with says nothing of where one element is zero."""
@@ -421,6 +424,7 @@ def test_a_turn_reads_a_part_of_what_was_padded(policy):
     assert relative_error(found, step(params, x)) < 16 * EPS[policy]
 
 
+@pytest.mark.slow
 def test_what_nobody_differentiates_has_no_tangent():
     """The derivative of a norm at 0 is infinite, and zeros times it are NaN."""
     (w, own), x = weights((W, 4), (W, W)), weights((64, W))[0].at[0].set(0.0)
@@ -497,6 +501,7 @@ def test_long_programs():
 # Custom derivatives.
 
 
+@pytest.mark.slow
 def test_custom_vjp_with_nondiff_and_symbolic_zeros():
     w, x = weights((W, W), (8, W))  # products of four terms are float32
 
@@ -544,6 +549,7 @@ def test_a_rule_of_its_own_is_kept():
     bit_equal(jax.grad(f)(x), 2 * jax.grad(plain)(x))
 
 
+@pytest.mark.slow
 def test_gradient_of_a_scanned_custom_vjp():
     w, x = w_and_x()
 
@@ -586,6 +592,7 @@ def test_residuals_are_half():
 # A jaxpr without a function.
 
 
+@pytest.mark.slow
 def test_jaxprs_of_every_kind():
     """`mixed_precision_jaxpr` agrees with `mixed_precision`, constants included."""
     for name in ("attention", "layers", "cond", "custom_vjp", "shard_map"):

@@ -146,7 +146,7 @@ def program(seed):
     return step, (ws, jnp.asarray(normal(N, D)), jax.tree.map(jnp.asarray, data))
 
 
-@pytest.mark.breadth(one_in=24)
+@pytest.mark.breadth(one_in=48)
 @pytest.mark.parametrize("seed", range(240))
 def test_what_indices_move(seed):
     step, (ws, x, data) = program(seed)

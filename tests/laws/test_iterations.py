@@ -166,7 +166,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.breadth(one_in=3)
+@pytest.mark.breadth(one_in=8)
 @pytest.mark.parametrize("device", DEVICES[:2])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", PROGRAMS)

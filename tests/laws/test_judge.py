@@ -288,6 +288,7 @@ def test_integers_are_counted():
     assert 0.1 < found.ours < 0.5 and found.hand == 0 and not found.holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_float32_has_no_error(device):
     for case in CASES:

@@ -131,7 +131,7 @@ def test_jit_outside_and_inside(program, policy):
 
 
 @pytest.mark.passes
-@pytest.mark.breadth
+@pytest.mark.breadth(one_in=10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("program", DIFFERENTIABLE, ids=repr)
 def test_grad_outside_and_inside(program, policy):
@@ -148,7 +148,7 @@ def test_grad_outside_and_inside(program, policy):
 
 
 @pytest.mark.passes
-@pytest.mark.breadth
+@pytest.mark.breadth(one_in=10)
 @pytest.mark.parametrize("program", DIFFERENTIABLE, ids=repr)
 def test_forward_mode_and_transforms(program):
     """Law 4: jvp, vjp, checkpoint, eval_shape and compilation ahead of time."""
@@ -283,6 +283,7 @@ def test_scan_outside():
     assert relative_error(branch, body(x, w)) < 4 * EPS["mixed_bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.passes
 def test_export_and_donation():
     """Law 4: an exported program runs after a reload; donation is kept."""
@@ -298,6 +299,7 @@ def test_export_and_donation():
     assert x.is_deleted() or jax.default_backend() == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.passes
 def test_sharded_arguments():
     """Law 4: shardings of arguments and results are kept."""

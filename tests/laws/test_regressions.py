@@ -116,6 +116,7 @@ def test_full_precision_of_a_block_that_is_used_often():
     assert sorted(map(sorted, blocks.values())) == [["bfloat16"], ["float32"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [BF16, F16])
 def test_saturating_casts_are_linear(policy):
     """Derivative rules with products, and `linear_transpose`, in float16 too."""
@@ -265,6 +266,7 @@ def test_a_loop_through_an_unknown_primitive():
     assert "bfloat16" not in dtypes_out(loop)
 
 
+@pytest.mark.slow
 def test_attention_gradients_in_a_scan_run_on_the_cpu():
     """XLA:CPU has no kernel where it moves batch dimensions after choosing one."""
     x, w = jnp.ones((2, 16, 64)), jnp.ones((3, 64, 64)) * 0.01
@@ -311,6 +313,7 @@ def test_an_effect_without_results_reads_a_captured_array(captured):
     assert seen == [10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [jnp.sin, lambda y: -y, lambda y: y - 0.1],

@@ -171,6 +171,7 @@ def test_export_counts_what_has_a_symbol_for_its_size():
         assert relative_error(found, exact) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ahead_of_time(policy):
     """Lowered from types alone and compiled: the same program, to the bit."""
@@ -259,6 +260,7 @@ def save_with_flax_as_a_dictionary(state, path):
 SAVES = [save_with_orbax, save_with_flax, save_with_flax_as_a_dictionary]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("policy", [*POLICIES, "float32"])
 def test_the_next_step_after_a_checkpoint_is_the_same(save, policy, tmp_path):

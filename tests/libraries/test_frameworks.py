@@ -297,6 +297,7 @@ def test_vmap():
     only_this_layer(jax.grad(loss), params, x, y, widths=(6, 7), scope="layers/1")
 
 
+@pytest.mark.slow
 def test_unrolled_steps_and_epochs():
     """The updated parameter is still the parameter."""
     params, (x, y) = mlp_params(), batch()
@@ -461,6 +462,7 @@ def test_linen_trains(policy):
     learns(functools.partial(step, x=x, y=y), state)
 
 
+@pytest.mark.slow
 def test_train_state_by_path():
     """`TrainState.opt_state` holds the same names, and never matches."""
     model, (x, y) = linen()(), batch()
@@ -539,6 +541,7 @@ def nnx_step(nnx, graphdef):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["layers/1", "1/kernel"])
 def test_nnx_scopes(pattern):
     nnx, model = nnx_model()

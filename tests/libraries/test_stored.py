@@ -9,7 +9,7 @@ import pytest
 import stored_bits
 import zoo_models
 
-QUICK = ("linen_cnn", "nnx_transformer", "equinox_gru")
+QUICK = ("equinox_gru",)
 LIBRARIES = ("linen_", "nnx_", "haiku_", "equinox_", "keras_")
 
 

@@ -69,6 +69,7 @@ def test_float32_step_is_the_step_written_out():
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_products_run_in_the_compute_dtype(policy):
     params, batch = problem()
@@ -92,6 +93,7 @@ def test_donation(donate):
     assert opt_state.loss_scale.is_deleted() == donate
 
 
+@pytest.mark.slow
 def test_an_overflowing_batch_is_skipped():
     params, batch = problem()
     tx = jmpr.loss_scaling(optax.sgd(0.1, momentum=0.9))

@@ -571,6 +571,7 @@ def test_gradients_that_lead_to_products_are_not_rounded():
     assert types.count("xf32") == 4 and types.count("bf16") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", ["as JAX does", "untransposed"])
 def test_a_rounded_product_is_as_it_is_read(read):
     """XLA:GPU folds no transpose into a product behind a cast."""

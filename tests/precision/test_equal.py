@@ -87,6 +87,7 @@ def test_the_rewritten_step_holds_them_once(policy):
     assert relative_error(found, gan(*args)) < 2**-5
 
 
+@pytest.mark.slow
 def test_in_float32_nothing_is_touched():
     args = arguments()
     assert str(jax.make_jaxpr(mixed_precision(gan, "float32"))(*args)) == str(
@@ -136,6 +137,7 @@ def inner(params, z):
     return mixed_precision(generator, "float32")(params, z)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [apart, asked, exact, inner])
 def test_products_that_a_user_tells_apart_are_other_values(again):
     def step(*args):
@@ -207,6 +209,7 @@ def straight(x):
 straight.defjvp(lambda primals, tangents: (primals[0], 2 * tangents[0]))
 
 
+@pytest.mark.slow
 def test_before_differentiation_a_rule_stays_with_its_call():
     def loss(w, x):
         return (straight(x @ w) + x @ w).mean()

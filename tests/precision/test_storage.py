@@ -155,6 +155,7 @@ def test_no_value_is_kept_in_two_dtypes(kind):
     assert rounded > 20
 
 
+@pytest.mark.slow
 @every_step
 def test_values_that_cpus_read_unrounded_are_no_residuals(kind):
     """There a value is read as it was computed, but in the pass that computes it."""

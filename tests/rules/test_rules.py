@@ -168,6 +168,7 @@ def test_every_primitive_of_the_running_jax_has_a_line(running):
     assert (running | public) - set(RULES) == set()
 
 
+@pytest.mark.slow
 def test_every_name_exists_in_a_supported_jax(running):
     assert set(RULES) - running <= {*UNTIL_0_11, *SINCE_0_11, *NEEDS_MORE}
     assert {*UNTIL_0_11, *SINCE_0_11, *NEEDS_MORE} <= set(RULES)
