@@ -28,6 +28,7 @@ from jmp_rewrite._arguments import (
 )
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._graph import REWRITTEN, Region, region
+from jmp_rewrite._misuse import warn_in_program
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import is_unscaled, unreachable
 from jmp_rewrite._rewrite import decide, decide_traced, run, trace_call
@@ -173,6 +174,7 @@ def _rewritten(
 ) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
     """Runs a function rewritten; returns its arrays, and what puts them together."""
     traced = trace_call(fun, args, kwargs, policy)
+    warn_in_program(traced.closed, judged=REWRITTEN)
     with _collector.held():
         plan = decide_traced(traced, policy)
         is_half = policy.compute_dtype == np.float16 and policy.loss_scale is not None
