@@ -54,7 +54,9 @@ class Policy:
             for example `{"exp": "infer"}`. Give your own primitive as a `Primitive`
             object.
         scopes: regular expression to `"float32"` or `"half"`, searched in the path of
-            name scopes, for example `{"decoder/lm_head": "float32"}`.
+            name scopes, for example `{"decoder/lm_head": "float32"}`. `"half"` asks for
+            half matrix multiplications, even where `rules` deny them, and frees what
+            is around them from all but a `DENY`: that of the table, or of `rules`.
         loss_scale: `"dynamic"`, a number > 0, or `None`. By default `"dynamic"` for
             float16, whose gradients underflow, and `None` otherwise. It is
             for `make_train_step`, and for you: `loss_scaling(tx, policy.loss_scale)`.
