@@ -49,7 +49,7 @@ class Decorator(Protocol):
         """Decorates a function."""
 
 
-# NumPy's scalar types are callable as well, and mean a dtype here.
+# Scalar types of NumPy and JAX are callable as well, and mean a dtype here.
 @overload
 def mixed_precision(  # type: ignore[overload-overlap]
     fun: Policy | PolicyName | DTypeLike | None = None,
