@@ -298,17 +298,28 @@ class Decorated(NamedTuple):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments that `fun` gets of a call: `jit` passes on arrays."""
         args, named = self.whole(args, kwargs)
-        for jit in self.jits:
+        for jit in self._jits(kwargs):
             args, named = jit.arrays(args, named)
         return args, named
 
-    @property
-    def jitted(self) -> Callable[..., Any] | None:
-        """The outermost `jax.jit` as a function of the arguments of `fun`, if any is.
+    def jitted(self, kwargs: Any) -> Callable[..., Any] | None:
+        """Returns the outermost `jax.jit` as a function of the arguments of `fun`.
 
-        It makes nothing of the arguments that are added behind it.
+        It makes nothing of the arguments that are added behind it, unless a call names
+        others in their place.
+
+        Args:
+          kwargs: the arguments that a call names.
+
+        Returns:
+          None if there is no `jax.jit`.
         """
-        return self.jits[0].of_all if self.jits else None
+        jits = self._jits(kwargs)
+        return jits[0].of_all if jits else None
+
+    def _jits(self, kwargs: Any) -> list[_Jit]:
+        """Returns what a call goes through: what it names itself goes through all."""
+        return [j._replace(named=j.named - kwargs.keys()) for j in self.jits]
 
 
 class _Jit(NamedTuple):
