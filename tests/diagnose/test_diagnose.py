@@ -263,6 +263,26 @@ def test_pictures():
     assert "square" in diagnosis._repr_html_()
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_reference_of_any_dtype(dtype, is_given):
+    """What is kept in a half one is rounded in the reference program too."""
+
+    def fun(ref, w, x):
+        own = ref if is_given else jax.new_ref(x.astype(dtype))
+        own[...] = own[...] @ w.astype(dtype)
+        own[...] += 1
+        jax.ref.addupdate(own, ..., x.astype(dtype))
+        return own[...].astype(jnp.float32) @ w
+
+    x, w = jnp.ones((16, 32)) / 3, jnp.ones((32, 32)) / 32
+    ref = jax.new_ref(x.astype(dtype))
+    diagnosis = diagnose(fun, "mixed_bfloat16")(ref, w, x)
+    assert diagnosis.error < 0.01
+    assert all(f.introduced < 0.01 for f in diagnosis.equations)
+    assert (ref[...] == x.astype(dtype)).all()
+
+
 def test_each_error_says_what_it_measures(tmp_path):
     """One array has two errors: by norm as a result, and by its values."""
     x = jax.random.normal(jax.random.key(0), (4, 8))
