@@ -456,13 +456,16 @@ def reads(eqn: Any) -> Sequence[Any]:
 
 def number(operand: Any) -> Any:
     """Returns the value of an operand that is a literal; else None."""
-    atom = operand.val if isinstance(operand, jax.core.Tracer) else operand
-    return getattr(atom, "val", None)
+    return getattr(_atom(operand), "val", None)
 
 
 def result_index(eqn: Any, tracer: Any) -> int:
     """Returns which result of an equation a tracer is."""
-    return next(i for i, v in enumerate(eqn.outvars) if v is tracer.val)
+    return next(i for i, v in enumerate(eqn.outvars) if v is _atom(tracer))
+
+
+def _atom(x: Any) -> Any:
+    return x.val if isinstance(x, jax.core.Tracer) else x
 
 
 def vary(x: Any, axes: Sequence[str]) -> Any:

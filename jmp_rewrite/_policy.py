@@ -54,7 +54,9 @@ class Policy:
             for example `{"exp": "infer"}`. Give your own primitive as a `Primitive`
             object.
         scopes: regular expression to `"float32"` or `"half"`, searched in the path of
-            name scopes, for example `{"decoder/lm_head": "float32"}`.
+            name scopes, for example `{"decoder/lm_head": "float32"}`. `"half"` asks for
+            half matrix multiplications, even where `rules` deny them, and frees what
+            is around them from all but a `DENY`: that of the table, or of `rules`.
         loss_scale: `"dynamic"`, a number > 0, or `None`. By default `"dynamic"` for
             float16, whose gradients underflow, and `None` otherwise. It is
             for `make_train_step`, and for you: `loss_scaling(tx, policy.loss_scale)`.
@@ -103,7 +105,7 @@ class Policy:
         rules: Mapping[Any, Category | CategoryName] = _NOT_GIVEN,
         scopes: Mapping[str, ScopePrecision] = _NOT_GIVEN,
         loss_scale: LossScale | EllipsisType = ...,
-        reduce_dtype: str | DTypeLike | None = None,
+        reduce_dtype: str | DTypeLike | EllipsisType | None = ...,
     ) -> None:
         if isinstance(compute_dtype, Policy):
             same = compute_dtype._written
@@ -113,11 +115,14 @@ class Policy:
                 scopes = same.get("scopes", scopes)
             if loss_scale is ...:
                 loss_scale = same.get("loss_scale", ...)
-            reduce_dtype = reduce_dtype or same.get("reduce_dtype")
+            if reduce_dtype is ...:
+                reduce_dtype = same.get("reduce_dtype")
             compute_dtype = same["compute_dtype"]
         written = as_written(compute_dtype)
         dtype = parse_compute_dtype(written)
-        reduced = parse_reduce_dtype(reduce_dtype, dtype)
+        reduced = parse_reduce_dtype(
+            None if reduce_dtype is ... else reduce_dtype, dtype
+        )
         loss_scale = parse_loss_scale(loss_scale)
         parsed_rules = parse_rules(rules)
         parsed_scopes = parse_scopes(scopes, dtype)

@@ -18,6 +18,11 @@ from jmp_rewrite import _compat
 
 # The name scope of the multiplication by the loss scale.
 SCALED = "jmp_rewrite.scale_loss"
+# That of the division by it.
+UNSCALED = "jmp_rewrite.unscale"
+# That in which an update looks at its gradients, where it does not see who made them;
+# the loss scale follows, if it is a fixed number.
+UPDATED = "jmp_rewrite.update:"
 
 # Libraries whose lines say less than those of their callers.
 _LIBRARIES = (
@@ -69,8 +74,14 @@ def innermost(fun: Any) -> Any:
 
 def is_scaling(eqn: Any) -> bool:
     """Whether an equation multiplies a cotangent by the loss scale."""
+    return scope_with(SCALED, eqn) is not None
+
+
+def scope_with(mark: str, eqn: Any) -> str | None:
+    """Returns the name of a scope around an equation with a mark in it, if any has."""
     elements = _compat.scope_elements(eqn.source_info.name_stack)
-    return any(_compat.is_scope(e) and SCALED in e.name for e in elements)
+    scopes = (e.name for e in elements if _compat.is_scope(e))
+    return next((name for name in scopes if mark in name), None)
 
 
 def user_level() -> int:

@@ -46,8 +46,19 @@ class PolicyObject(Protocol):
         """The dtype of matrix multiplications."""
 
 
-DTypeLike: TypeAlias = np.dtype[Any] | type[np.generic]
-"""A dtype, or a NumPy scalar type."""
+class ScalarType(Protocol):
+    """A scalar type of JAX, such as `jnp.float16`: callable, but no function."""
+
+    @property
+    def __numpy_dtype__(self) -> np.dtype[Any]:
+        """Its dtype, by NumPy's protocol; modules have a `dtype` as well."""
+
+    def __call__(self, x: Any, /) -> jax.Array:
+        """Makes an array of its dtype."""
+
+
+DTypeLike: TypeAlias = np.dtype[Any] | type[np.generic] | ScalarType
+"""A dtype, or a scalar type of NumPy or JAX."""
 
 
 DTYPES = MappingProxyType(

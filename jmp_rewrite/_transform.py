@@ -28,6 +28,7 @@ from jmp_rewrite._arguments import (
 )
 from jmp_rewrite._devices import why_auto_is_float32
 from jmp_rewrite._graph import REWRITTEN, Region, region
+from jmp_rewrite._misuse import warn_in_program
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import is_unscaled, unreachable
 from jmp_rewrite._rewrite import decide, decide_traced, run, trace_call
@@ -48,7 +49,7 @@ class Decorator(Protocol):
         """Decorates a function."""
 
 
-# NumPy's scalar types are callable as well, and mean a dtype here.
+# Scalar types of NumPy and JAX are callable as well, and mean a dtype here.
 @overload
 def mixed_precision(  # type: ignore[overload-overlap]
     fun: Policy | PolicyName | DTypeLike | None = None,
@@ -173,6 +174,7 @@ def _rewritten(
 ) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
     """Runs a function rewritten; returns its arrays, and what puts them together."""
     traced = trace_call(fun, args, kwargs, policy)
+    warn_in_program(traced.closed, judged=REWRITTEN)
     with _collector.held():
         plan = decide_traced(traced, policy)
         is_half = policy.compute_dtype == np.float16 and policy.loss_scale is not None
@@ -296,17 +298,28 @@ class Decorated(NamedTuple):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments that `fun` gets of a call: `jit` passes on arrays."""
         args, named = self.whole(args, kwargs)
-        for jit in self.jits:
+        for jit in self._jits(kwargs):
             args, named = jit.arrays(args, named)
         return args, named
 
-    @property
-    def jitted(self) -> Callable[..., Any] | None:
-        """The outermost `jax.jit` as a function of the arguments of `fun`, if any is.
+    def jitted(self, kwargs: Any) -> Callable[..., Any] | None:
+        """Returns the outermost `jax.jit` as a function of the arguments of `fun`.
 
-        It makes nothing of the arguments that are added behind it.
+        It makes nothing of the arguments that are added behind it, unless a call names
+        others in their place.
+
+        Args:
+          kwargs: the arguments that a call names.
+
+        Returns:
+          None if there is no `jax.jit`.
         """
-        return self.jits[0].of_all if self.jits else None
+        jits = self._jits(kwargs)
+        return jits[0].of_all if jits else None
+
+    def _jits(self, kwargs: Any) -> list[_Jit]:
+        """Returns what a call goes through: what it names itself goes through all."""
+        return [j._replace(named=j.named - kwargs.keys()) for j in self.jits]
 
 
 class _Jit(NamedTuple):

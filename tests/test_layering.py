@@ -17,6 +17,7 @@ ROOMS = (
     "_source",
     "_units",
     "_devices",
+    "_misuse",
     "_spelling",
     "_policy",
     "_graph",

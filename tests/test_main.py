@@ -139,6 +139,26 @@ def test_scale_is_drawn_only_where_there_is_one(runs, tmp_path):
         assert panels_with_curves(path, panels) == panels
 
 
+def test_the_figure_has_whole_epochs_and_hides_no_curve(runs, tmp_path, monkeypatch):
+    drawn = []
+
+    class Kept(report.Figure):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            drawn.append(self)
+
+    monkeypatch.setattr(report, "Figure", Kept)
+    run = runs["mixed_float16"]
+    few = dataclasses.replace(run, accuracies=[0.1, 0.2, 0.3])
+    report.save_figure([few], tmp_path / "few.png")
+    _, accuracy, scale = drawn[0].axes
+    low, high = accuracy.get_xlim()
+    assert [t for t in accuracy.get_xticks() if low <= t <= high] == [1, 2, 3]
+    box = scale.get_legend().get_window_extent()
+    curve = scale.transData.transform(list(enumerate(run.scales)))
+    assert not any(box.contains(*point) for point in curve)
+
+
 BAD_ARGUMENTS = {
     "--units 0": r"--units: expected an integer of at least 1, got '0'",
     "--units many": r"--units: expected an integer of at least 1, got 'many'",

@@ -125,6 +125,22 @@ def test_rules_that_a_policy_hands_out_it_takes():
         assert copy == policy and repr(copy).count("{my_fused_op: 'allow', ") == 1
 
 
+def test_what_is_given_beside_a_policy_is_not_taken_from_it():
+    """Whatever it is given as, the default included."""
+    given = Policy(
+        "fp16",
+        rules={"exp": "infer"},
+        scopes={"a": "half"},
+        loss_scale=2,
+        reduce_dtype="float16",
+    )
+    assert Policy(given) == given
+    assert Policy(given, reduce_dtype=None).reduce_dtype == np.float32
+    none = {"rules": {}, "scopes": {}, "loss_scale": None, "reduce_dtype": None}
+    assert Policy(given, **none) == Policy("fp16", **none)
+    assert given.replace(reduce_dtype=None).reduce_dtype == np.float32
+
+
 def test_mappings_are_read_only_copies():
     rules, scopes = {"exp": "infer"}, {"head": "float32"}
     policy = Policy("mixed_float16", rules=rules, scopes=scopes)

@@ -62,6 +62,16 @@ class Model:
         return x
 
 
+class Called:
+    """A module that is called, and has a dtype, is no scalar type."""
+
+    dtype: np.dtype
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return inputs
+
+
+called = Called()
 policy = jmpr.Policy("mixed_bfloat16", rules={"tanh": "deny"}, scopes={"a": "half"})
 x = jnp.ones(2)
 
@@ -78,8 +88,13 @@ if TYPE_CHECKING:
     reveal_type(jmpr.mixed_precision(step, "float32"))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(step, policy))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(step, np.float16))  # (x: Array, n: int) -> Array
+    reveal_type(jmpr.mixed_precision(step, jnp.float16))  # (x: Array, n: int) -> Array
+    reveal_type(jmpr.mixed_precision(jnp.bfloat16)(step))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(policy)(step))  # (x: Array, n: int) -> Array
     reveal_type(jmpr.mixed_precision(np.float16)(step))  # (x: Array, n: int) -> Array
+    reveal_type(jmpr.mixed_precision(called)(x))  # Array
+    reveal_type(jmpr.Policy(jnp.float16, reduce_dtype=jnp.float16))  # Policy
+    reveal_type(jmpr.explain(step, jnp.bfloat16))  # (x: Array, n: int) -> Report
     reveal_type(jmpr.explain(step, "fp16"))  # (x: Array, n: int) -> Report
     reveal_type(jmpr.diagnose(step))  # (x: Array, n: int) -> Diagnosis
     reveal_type(jmpr.for_inference(step).__call__)  # (x: Array, n: int) -> Array

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, NamedTuple
 
 from jmp_rewrite._cost.batch_arguments import (
@@ -84,7 +84,7 @@ def largest_batch(
     targets: Sequence[Target],
     policies: Sequence[Policy],
     axis: int,
-    argnums: int | Sequence[int] | None,
+    argnums: int | Collection[int] | None,
     time_limit: float,
     name_of: Callable[[Policy], str],
 ) -> LargestBatch:

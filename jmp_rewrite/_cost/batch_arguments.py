@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import tree_util
 
 from jmp_rewrite._cost.subject import Subject
@@ -19,7 +18,7 @@ Place = int | str
 
 
 def batch_arguments(
-    subject: Subject, axis: int, argnums: int | Sequence[int] | None
+    subject: Subject, axis: int, argnums: int | Collection[int] | None
 ) -> list[Place]:
     """Returns the places of the arguments that are the batch.
 
@@ -32,7 +31,7 @@ def batch_arguments(
         raise ValueError(f"axis expected 0 or more, got {axis}.")
     args = subject.call.args
     if argnums is not None:
-        given = [operator.index(n) for n in np.ravel(np.asarray(argnums))]
+        given = _numbers(argnums)
         named = {
             number: name
             for number, name in enumerate(subject.call.names)
@@ -54,9 +53,19 @@ def batch_arguments(
     if len(sizes) != 1:
         raise ValueError(
             f"largest_batch cannot tell which arguments of {subject.name} are the "
-            f"batch: {_candidates(sizes, axis)} Say it: argnums=2 for the third."
+            f"batch: {_candidates(sizes, axis)} Say it{_example(sizes)}."
         )
     return next(iter(sizes.values()))
+
+
+def _numbers(argnums: Any) -> list[int]:
+    try:
+        given = argnums if isinstance(argnums, Iterable) else [argnums]
+        return [operator.index(n) for n in given]
+    except TypeError:
+        raise TypeError(
+            f"argnums expected an integer or a collection of them, got {argnums!r}."
+        ) from None
 
 
 def _arguments(subject: Subject) -> dict[Place, Any]:
@@ -69,6 +78,14 @@ def _candidates(sizes: dict[int, list[Place]], axis: int) -> str:
         return f"no argument's arrays all have one size along axis {axis}."
     found = (f"{places} of size {size}" for size, places in sorted(sizes.items()))
     return f"it might be {' or '.join(found)} along axis {axis}."
+
+
+def _example(sizes: dict[int, list[Place]]) -> str:
+    """Returns how one of the candidates that have a position is named."""
+    numbers = [p for places in sizes.values() for p in places if isinstance(p, int)]
+    if not numbers:
+        return " with argnums"
+    return f", as in argnums={max(numbers)}"
 
 
 def _arrays(tree: Any) -> list[jax.ShapeDtypeStruct]:

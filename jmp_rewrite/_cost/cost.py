@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jmp_rewrite._cost import html, plot, text
@@ -17,11 +17,12 @@ from jmp_rewrite._cost.batch import LargestBatch, largest_batch
 from jmp_rewrite._cost.compile import Job, compile_jobs
 from jmp_rewrite._cost.devices import Target, compiler, target
 from jmp_rewrite._cost.estimate import Estimate, estimate
-from jmp_rewrite._cost.largest import largest_values
+from jmp_rewrite._cost.largest import argument_bytes, largest_values
 from jmp_rewrite._cost.program import Program, lower
 from jmp_rewrite._cost.progress import progress
 from jmp_rewrite._cost.subject import Subject
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
+from jmp_rewrite._units import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +39,8 @@ class CostRow(NamedTuple):
     Attributes:
       device: its name.
       policy: the policy, as it is written.
-      argument_bytes: what the arguments take.
+      argument_bytes: what the arguments take; their own bytes where a compiler says no
+        more than that the program does not fit.
       temporary_bytes: what is neither argument nor result, at most.
       peak_bytes: all of it, at most.
       fits: whether the device has that much memory; None if it was not compiled.
@@ -94,7 +96,7 @@ class Cost:
     _time_limit: float = dataclasses.field(repr=False)
 
     def largest_batch(
-        self, axis: int = 0, *, argnums: int | Sequence[int] | None = None
+        self, axis: int = 0, *, argnums: int | Collection[int] | None = None
     ) -> LargestBatch:
         """Searches the largest batch that fits, by the compilers' own verdict.
 
@@ -113,7 +115,7 @@ class Cost:
           the smallest that was not.
 
         Raises:
-          TypeError: if the axis is no integer.
+          TypeError: if the axis or a number of an argument is no integer.
           ValueError: if it is not clear which arguments are the batch, or they have no
             such axis.
         """
@@ -198,7 +200,7 @@ def cost(
     with progress(titles, "compiling for") as done:
         compiled = compile_jobs(jobs, time_limit, done)
     estimates = [
-        _with_values(estimate(c, t), programs[p])
+        _with_values(estimate(c, t), programs[p], t)
         for c, (t, p) in zip(compiled, pairs, strict=True)
     ]
     rows = [
@@ -221,11 +223,24 @@ def _policies(
     return chosen
 
 
-def _with_values(found: Estimate, program: Program) -> Estimate:
-    """Adds the largest values of the program, where no compiled text names any."""
+def _with_values(found: Estimate, program: Program, on: Target) -> Estimate:
+    """Adds what is known without a compiled text of a program that does not fit.
+
+    That is what its arguments take, and its largest values.
+    """
     if found.fits is not False or found.largest:
         return found
-    return dataclasses.replace(found, largest=largest_values(program.closed))
+    held = argument_bytes(program)
+    problem = found.problem
+    if held > on.memory:
+        said = problem.removeprefix("does not fit: ")
+        alone = f"the arguments alone take {bytes_text(held)}"
+        has = f"{on.name} has {bytes_text(on.memory)}"
+        problem = f"does not fit: {alone}, and {has}. {said}"
+    values = largest_values(program)
+    return dataclasses.replace(
+        found, argument_bytes=held, problem=problem, largest=values
+    )
 
 
 def _row(on: Target, policy: Policy, found: Estimate, by: str) -> CostRow:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.table import Table
 
@@ -87,6 +88,7 @@ def save_figure(runs: Sequence[Run], path: pathlib.Path) -> None:
         accuracy.plot(epochs, run.accuracies, style, marker=".", label=run.policy)
     loss.set(title="training loss", xlabel="step", yscale="log")
     accuracy.set(title="test accuracy", xlabel="epoch")
+    accuracy.xaxis.set_major_locator(MaxNLocator(integer=True))
     accuracy.legend(loc="lower right")
     for axis in rest:
         _draw_scale(axis, runs)
@@ -103,6 +105,6 @@ def _draw_scale(axis: Axes, runs: Sequence[Run]) -> None:
             marks = [run.scales[step] for step in skipped]
             axis.plot(skipped, marks, "x", color="black", label="skipped step")
             if skipped:
-                axis.legend(loc="lower right")
+                axis.legend(loc="best")
     axis.set_yscale("log", base=2)
     axis.set(title="loss scale", xlabel="step")

@@ -11,7 +11,8 @@ class Counts(NamedTuple):
     """What is counted for an equation; reduced over the iterations of a loop.
 
     Attributes:
-      error: of its results against the reference, 0..1, or 2..3 with Inf or NaN.
+      error: of its results against the reference, 0..1, or 2..3 with Inf or NaN: the
+        mean of the elements' own relative errors, or that of the norm if it is larger.
       appeared: what of it is more than the operands' errors explain (`ORDINARY`).
       introduced: error against the same equation in float32 on its own operands.
       overflowed: elements that became Inf or NaN here and would not in float32.

@@ -41,7 +41,9 @@ class Diagnosis:
       diagnosed: the policy under which it ran.
       equations: a `Finding` for each equation in which the two programs can differ, the
         worst first. Its attributes are among others `line` (with `file` and `number`),
-        `scope`, `primitive`, `backward`, `error` (against the reference),
+        `scope`, `primitive`, `backward`, `error` (against the reference: the mean of
+        the elements' own relative errors, or that of the norm if it is larger; so it
+        may be many times the error of a result that is the same array),
         `introduced` (against the same equation in float32 on its own operands),
         `overflowed`, `underflowed` and `nonfinite` (how many values), `iteration` (of
         the loops around, in which most error appeared, innermost first) and `blame`.
@@ -96,7 +98,7 @@ class Diagnosis:
 
     @property
     def error(self) -> float:
-        """The largest error of a result."""
+        """The largest error of a result, by norm: see `results`."""
         return max(self.results.values(), default=0.0)
 
     @property

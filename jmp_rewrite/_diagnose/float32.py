@@ -2,7 +2,8 @@
 
 What a program makes half itself (a cast, a layer with `dtype=bfloat16`, an inner
 `mixed_precision`) is float32 here. Only what is typed for its dtypes, kernels above
-all, is given the dtypes that it was written for.
+all, is given the dtypes that it was written for; a mutable reference to a half array
+stays one, and what is kept in it is rounded here as well.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core as jex
 
@@ -76,12 +78,18 @@ def passed_on(eqn: Any) -> int | None:
 
 
 def to_float32(x: Any) -> Any:
-    """Casts half arrays; everything else is what it is."""
-    return _compat.convert(x, FLOAT32) if _is_half_dtype(_dtype(x)) else x
+    """Casts half arrays; everything else is what it is, a reference to one too."""
+    return _compat.convert(x, FLOAT32) if _is_half_array(x) else x
 
 
 def _to(x: Any, dtype: Any) -> Any:
-    return _compat.convert(x, dtype) if _is_half_dtype(dtype) else x
+    is_wide = _is_half_dtype(dtype) and x.dtype == FLOAT32
+    return _compat.convert(x, dtype) if is_wide else x
+
+
+def _is_half_array(x: Any) -> bool:
+    is_half = _is_half_dtype(_dtype(x))
+    return is_half and not _compat.is_reference(jax.typeof(x))
 
 
 def _dtype(x: Any) -> Any:

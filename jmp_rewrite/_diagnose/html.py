@@ -43,8 +43,8 @@ def notebook(d: Any) -> str:
 
 def _tiles(d: Any) -> Iterator[str]:
     verdict = "within" if d.error <= d.tolerance else "above"
-    what = f"largest error of a result, {verdict} the tolerance of {d.tolerance:g}"
-    yield tile(f"{d.error:.2g}", what)
+    what = "largest error of a result (by norm)"
+    yield tile(f"{d.error:.2g}", f"{what}, {verdict} the tolerance of {d.tolerance:g}")
     if d.worst:
         yield tile(str(d.worst.line) or d.worst.primitive, "the line to look at first")
     lost = sum(f.overflowed for f in d.equations if f.blame)

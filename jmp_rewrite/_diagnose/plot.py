@@ -54,7 +54,7 @@ def _draw_depth(axes: Any, d: Any) -> None:
         )
     _mark_backward(axes, found)
     _mark_worst(axes, d, found)
-    axes.set(xlabel="equation, in program order", ylabel="relative error")
+    axes.set(xlabel="equation, in program order", ylabel="relative error, mean or norm")
     axes.set_ylim(bottom=_floor(errors), top=3)
     axes.set_title(f"{d.name}, {d.diagnosed.name}")
     axes.legend(loc="lower right", fontsize=8)

@@ -15,8 +15,10 @@ from jmp_rewrite._diagnose.blame import Finding
 _LINES = 12
 COLUMNS = ("line", "scope", "equation", "error", "own", "lost", "blame")
 LEGEND = (
-    "error: against float32; own: what the equation itself adds; lost: values that "
-    "overflow or vanish in it; blame: how much of what it adds reaches a result; "
+    "error: against float32, the mean of the values' own relative errors, those near "
+    "zero too, or that of the norm if it is larger (of results it is that of the norm "
+    "alone); own: what the equation itself adds; lost: values that overflow or vanish "
+    "in it; blame: how much of what it adds reaches a result; "
     "\u2190: backward pass; +n: n more equations of the line"
 )
 # The columns on the left, of words, and how wide each is at least.
@@ -52,7 +54,7 @@ def summary(d: Any) -> list[str]:
         f"{d.name} under {d.diagnosed!r}",
         *filter(None, [d.about_reference]),
         *d.endless,
-        f"largest error of the {judged}: {error:.2g}"
+        f"largest error of the {judged} (by norm): {error:.2g}"
         + (f" in {path!r}" if error else "")
         + f", {verdict} the tolerance of {d.tolerance:g}",
     ]

@@ -72,7 +72,8 @@ def explain(fun: Callable[P, Any], policy: PolicyLike = None) -> Callable[P, Rep
             return _rewrite.trace_types(inner.fun, given, named, policy=policy)
 
         def jitted() -> _rewrite.Traced | None:
-            return inner.jitted and _rewrite.trace_types(inner.jitted, given, named)
+            outermost = inner.jitted(kwargs)
+            return outermost and _rewrite.trace_types(outermost, given, named)
 
         call = _cost.call_of(fun, args, kwargs, traced, jitted, again)
         return _report(inner.fun, traced, chosen, call, under)

@@ -20,7 +20,13 @@ import jax
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import region
 from jmp_rewrite._policy import Policy
-from jmp_rewrite._source import check_kind, user_level
+from jmp_rewrite._source import (
+    SCALED,
+    UNSCALED,
+    UPDATED,
+    check_kind,
+    user_level,
+)
 
 REWRITTEN = "jmp_rewrite.mixed_precision"
 FULL_PRECISION = "jmp_rewrite.full_precision"
@@ -28,7 +34,10 @@ FULL_PRECISION = "jmp_rewrite.full_precision"
 HALF_PRECISION = "jmp_rewrite.half_precision:"
 # What a pass puts in; the name of the pass follows.
 PASS = "jmp_rewrite.pass:"
-_MARKS = (REWRITTEN, FULL_PRECISION, HALF_PRECISION, PASS)
+_MARKS = (
+    *(REWRITTEN, FULL_PRECISION, HALF_PRECISION, PASS),
+    *(SCALED, UNSCALED, UPDATED),
+)
 # Scopes that JAX itself adds around recomputed code; no user wrote them.
 _RECOMPUTATION = "rematted_computation"
 _RECOMPUTED = frozenset({"checkpoint", _RECOMPUTATION})

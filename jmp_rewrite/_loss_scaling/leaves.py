@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_rewrite._source import UNSCALED
+
 
 def is_array(x: Any) -> bool:
     """Whether a leaf is an array or a number that JAX computes with."""
@@ -74,7 +76,8 @@ def unscale_tree(grads: Any, scale: jax.Array) -> Any:
             return lax.complex(leaf(g.real), leaf(g.imag))
         return g / jnp.asarray(scale, g.dtype)
 
-    return jax.tree.map(leaf, grads)
+    with jax.named_scope(UNSCALED):
+        return jax.tree.map(leaf, grads)
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -7,6 +7,7 @@ in float16, divide the gradients by it in float32, and skip a step that overflow
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,6 @@ from jmp_rewrite._loss_scaling.leaves import (
     unscale_tree,
     widen,
 )
-from jmp_rewrite._loss_scaling.misuse import warn_of_misuse
 from jmp_rewrite._loss_scaling.schedule import (
     Schedule,
     check_arrays,
@@ -36,6 +36,7 @@ from jmp_rewrite._loss_scaling.schedule import (
 )
 from jmp_rewrite._loss_scaling.state import LossScaleState, find_states
 from jmp_rewrite._loss_scaling.step import true_derivatives
+from jmp_rewrite._misuse import update_scope, warn_of_misuse
 
 
 def loss_scaling(
@@ -177,8 +178,9 @@ def loss_scaling(
             inner_state=_keep_dtypes(inner_state, state.inner_state),
         )
 
-    def apply_or_skip(grads: Any, state: Any, params: Any, extra_args: Any) -> Any:
-        finite = _agree(all_finite(grads), axis_name)
+    def apply_or_skip(
+        finite: jax.Array, grads: Any, state: Any, params: Any, extra_args: Any
+    ) -> Any:
         updates, inner_state = _update_wide(
             transformation, grads, state.inner_state, params, extra_args
         )
@@ -187,6 +189,14 @@ def loss_scaling(
         return updates, next_state(schedule, state, finite)._replace(
             inner_state=select(finite, inner_state, state.inner_state)
         )
+
+    def looked_at(grads: Any, scale: Any, grads_unscaled: bool) -> Any:
+        leaves = [g for g in jax.tree.leaves(grads) if is_inexact(g)]
+        if loss_scale is None or warn_of_misuse(
+            leaves, scale, schedule.fixed, grads_unscaled
+        ):
+            return contextlib.nullcontext()
+        return jax.named_scope(update_scope(schedule.fixed))
 
     def update_fn(
         updates: Any,
@@ -197,16 +207,18 @@ def loss_scaling(
         **extra_args: Any,
     ) -> tuple[Any, LossScaleState]:
         _check_update(state, grads_unscaled)
-        if loss_scale is not None:
-            warn_of_misuse(updates, state.loss_scale, schedule.fixed, grads_unscaled)
         to_true = _true_gradients(state, grads_unscaled, loss_scale is None)
-        grads = to_true(updates)
+        with looked_at(updates, state.loss_scale, grads_unscaled):
+            grads = to_true(updates)
+            finite = all_finite(grads if loss_scale is not None else ())
         if "grad" in extra_args:
             same = extra_args["grad"] is updates
             extra_args["grad"] = grads if same else to_true(extra_args["grad"])
-        run = pass_through if loss_scale is None else apply_or_skip
         with true_derivatives():  # a line search calls the loss
-            return run(grads, state, params, extra_args)
+            if loss_scale is None:
+                return pass_through(grads, state, params, extra_args)
+            finite = _agree(finite, axis_name)
+            return apply_or_skip(finite, grads, state, params, extra_args)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

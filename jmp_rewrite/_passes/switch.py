@@ -41,7 +41,8 @@ _CURRENT = jax.make_user_context(None)
 def current() -> Choice:
     """Returns the passes that are switched on."""
     if _CURRENT.value is None:
-        return Choice(_names(os.environ.get(_VARIABLE, "all"), _VARIABLE))
+        # An empty variable is an unset one, as where containers and CI files clear it.
+        return Choice(_names(os.environ.get(_VARIABLE) or "all", _VARIABLE))
     return _CURRENT.value
 
 

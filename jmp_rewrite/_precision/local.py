@@ -1,7 +1,9 @@
 """What one node must be, judged by itself.
 
 Who wins where two disagree: an inner `mixed_precision`, `full_precision`, `scopes`,
-`rules`, an explicit precision on a product, the range of literals, the table.
+`rules`, an explicit precision on a product, the range of literals, the table. A scope
+"half" asks for products, whatever the rules say of them, and leaves `DENY` of a rule,
+or of the table, as it is.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Local:
             if scope[1] == "float32":
                 return category, f"{SCOPE} {scope[0]!r} is float32"
             forced.add(node.index)
-            by_rule, category = False, self._default(node)
+            if self._default(node) is ALLOW:
+                category = ALLOW
         covered = node.index in forced
         reason = self._must_be_full(node, category)
         if reason is None and node.name not in JOINTS and not (by_rule or covered):

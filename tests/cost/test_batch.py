@@ -111,7 +111,7 @@ def test_the_batch_is_what_has_one_size_and_is_no_state(uses_nnx):
     assert batch.batch_arguments(found, 0, 1) == [1]
     assert batch.batch_arguments(found, 0, -2) == [2]
     assert batch.batch_arguments(found, 0, np.int64(1)) == [1]
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match="got 1.5"):
         batch.batch_arguments(found, 0, 1.5)
 
 
@@ -140,11 +140,13 @@ def test_a_batch_that_is_given_by_name():
         (
             0,
             None,
-            r"it might be \[1\] of size 16 or \[0\] of size 32 along axis 0\. Say",
+            r"might be \[1\] of size 16 or \[0\] of size 32 along axis 0\. "
+            r"Say it, as in argnums=1\.",
         ),
         (-1, None, "axis expected 0 or more, got -1"),
         (5, None, "no argument's arrays all have one size along axis 5"),
         (0, 7, "argnums expected positions of the 2 positional arguments of .*, got 7"),
+        (9, None, r"along axis 9\. Say it with argnums\."),
         (0, [], r"argnums expected positions .* got \[\]"),
         (3, 0, r"expected arrays with an axis 3 in the arguments \[0\]"),
     ],
@@ -154,6 +156,15 @@ def test_a_batch_that_is_not_clear(compiler, axis, argnums, message):
     cost = report.cost("v5e")
     with pytest.raises(ValueError, match=message):
         cost.largest_batch(axis, argnums=argnums)
+
+
+def test_numbers_of_arguments_come_in_any_collection():
+    found = subject(lambda x, w: x @ w, array(32, 16), array(16, 4))
+    for argnums in (0, (0,), [0], {0}, jnp.array(0).item()):
+        assert batch.batch_arguments(found, 0, argnums) == [0]
+    for argnums in ("x", 0.5, {"x"}):
+        with pytest.raises(TypeError, match="argnums expected an integer or a"):
+            batch.batch_arguments(found, 0, argnums)
 
 
 # ---- with a compiler

@@ -152,6 +152,25 @@ def test_a_tpu_program_that_does_not_fit(report, compiler):
     )
 
 
+def test_arguments_are_known_without_a_compiler(compiler):
+    compiler.answers = lambda job, usual: Compiled("", {"error": OOM})
+    types = [
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2**16, 2**16), (16, 2**16))
+    ]
+    report = jmpr.explain(lambda w, x, unused: jnp.tanh(x @ w), "bf16")(
+        *types, types[0]
+    )
+    cost = report.cost("v5e", "v5p", policies="float32")
+    assert [row.argument_bytes for row in cost.rows] == [2**34 + 2**22] * 2
+    text = str(cost).replace("\n", " ")
+    assert (
+        "TPU v5e, float32: does not fit: the arguments alone take 17.2 GB, and TPU "
+        "v5e has 17.2 GB. Ran out of memory on HBM" in text
+    )
+    assert "TPU v5p, float32: does not fit: Ran out of memory" in text
+    assert "the largest values are 17.2 GB f32[65536,65536] (argument); 4.19 MB" in text
+
+
 def test_a_gpu_program_that_does_not_fit(report, compiler):
     def large(job, usual):
         return Compiled(usual.text, usual.answer | {"peak": 200 * 10**9})

@@ -151,6 +151,18 @@ def test_what_jit_was_told_is_of_the_programs_parameters(fun, donated):
     assert len(made.shardings) == len(made.closed.in_avals) == len(donated)
 
 
+@pytest.mark.parametrize("is_decorated", [True, False])
+def test_a_keyword_in_the_place_of_a_bound_one_is_a_parameter(is_decorated):
+    def fun(x, *, w):
+        return products(w, x)
+
+    inner = jmpr.mixed_precision(fun, "mixed_bfloat16") if is_decorated else fun
+    jitted = jax.jit(functools.partial(inner, w=2 * W), donate_argnames="w")
+    other = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    made = jmpr.explain(jitted)(X, w=other).subject.program(jmpr.Policy("float32"))
+    assert sorted(made.donated) == [False, True] and len(made.closed.in_avals) == 2
+
+
 def test_numbers_that_jit_makes_arrays_of_are_parameters():
     @functools.partial(jax.jit, donate_argnums=0)
     def fun(x, factor):

@@ -116,7 +116,6 @@ def test_a_mesh_in_the_types_is_diagnosed(is_set):
         assert abs(found.results[name] - error) < 2**-8
 
 
-# Those whose remedy takes no long search.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "policy"),
@@ -187,7 +186,7 @@ def test_values_not_finite_in_float32_either_are_named(monkeypatch):
         f"in float32 as well results are Inf or NaN, from {line} on: no policy mends "
         "that"
     )
-    assert said[2].startswith("largest error of the other results: 0, within")
+    assert said[2].startswith("largest error of the other results (by norm): 0, within")
     assert str(diagnosis).count("in float32 as well") == 1
 
 
@@ -265,6 +264,42 @@ def test_pictures():
     plt.close(figure)
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert "square" in diagnosis._repr_html_()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_reference_of_any_dtype(dtype, is_given):
+    """What is kept in a half one is rounded in the reference program too."""
+
+    def fun(ref, w, x):
+        own = ref if is_given else jax.new_ref(x.astype(dtype))
+        own[...] = own[...] @ w.astype(dtype)
+        own[...] += 1
+        jax.ref.addupdate(own, ..., x.astype(dtype))
+        return own[...].astype(jnp.float32) @ w
+
+    x, w = jnp.ones((16, 32)) / 3, jnp.ones((32, 32)) / 32
+    ref = jax.new_ref(x.astype(dtype))
+    diagnosis = diagnose(fun, "mixed_bfloat16")(ref, w, x)
+    assert diagnosis.error < 0.01
+    assert all(f.introduced < 0.01 for f in diagnosis.equations)
+    assert (ref[...] == x.astype(dtype)).all()
+
+
+def test_each_error_says_what_it_measures(tmp_path):
+    """One array has two errors: by norm as a result, and by its values."""
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    w = jax.random.normal(jax.random.key(0), (8, 8))
+    diagnosis = diagnose(lambda x, w: jnp.tanh(x @ w) @ w, "mixed_bfloat16")(x, w)
+    last = diagnosis.in_order[-1]
+    assert last.primitive == "dot_general" and last.error > 5 * diagnosis.error
+    diagnosis.save_html(tmp_path / "diagnosis.html")
+    for page in (str(diagnosis), (tmp_path / "diagnosis.html").read_text()):
+        said = " ".join(html.unescape(page).split())
+        assert "(by norm)" in said
+        assert "the mean of the values' own relative errors" in said
+    pytest.importorskip("matplotlib")
+    assert diagnosis.plot().axes[0].get_ylabel() == "relative error, mean or norm"
 
 
 def test_a_page_in_the_style_of_the_report(tmp_path):

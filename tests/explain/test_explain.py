@@ -584,6 +584,8 @@ def test_a_jitted_function_gets_arrays_for_numbers(is_decorated):
     # What is added behind `jit` is a number there, what is added before it is none.
     within = jax.jit(functools.partial(inner, x, gain=3.0))
     assert weak(within, w, 0.5) == ["float32"]
+    # What a call names in the place of that goes through it.
+    assert weak(within, w, 0.5, gain=4.0) == ["float32", "float32"]
     if is_decorated:
         before = functools.partial(jitted, x, gain=3.0)
         assert weak(before, w, 0.5) == ["float32", "float32"]

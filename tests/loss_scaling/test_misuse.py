@@ -53,6 +53,9 @@ def applied(params, grads, opt_state, tx=SGD, **kwargs):
     return optax.apply_updates(params, updates), opt_state
 
 
+update = applied  # see `through`
+
+
 def norm(grads):
     return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
 
@@ -80,7 +83,7 @@ def accumulated(grads_of):
 def step_of(grads_of, between=lambda grads, opt_state: grads, tx=SGD, **kwargs):
     def step(params, opt_state, x):
         grads = between(grads_of(params, opt_state, x), opt_state)
-        return applied(params, grads, opt_state, tx, **kwargs)
+        return update(params, grads, opt_state, tx, **kwargs)
 
     return tx, step
 
@@ -354,6 +357,97 @@ def test_a_right_step_is_not(name, policy):
     tx, step = RIGHT[name]
     step = step if policy is None else mixed_precision(step, policy)
     assert not heard(step, PARAMS, tx.init(PARAMS), BATCH)
+
+
+def jitted(params, grads, opt_state, tx=SGD, **kwargs):
+    """An update in a jitted function of its own, which another one calls."""
+    fun = jax.jit(functools.partial(applied, tx=tx, **kwargs))
+    return jax.jit(lambda *args: fun(*args))(params, grads, opt_state)
+
+
+def in_a_branch(params, grads, opt_state, tx=SGD, **kwargs):
+    fun = functools.partial(applied, tx=tx, **kwargs)
+    operands = params, grads, opt_state
+    return jax.lax.cond(True, fun, lambda p, g, s: (p, s), *operands)
+
+
+CALLED = pytest.mark.parametrize("called", [jitted, in_a_branch])
+
+
+@CALLED
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_step_is_heard_through_calls(name, called):
+    """The update sees parameters alone; the program around it is looked at."""
+    message, (tx, step) = WRONG[name]
+    (warning,) = heard(through(called, step), PARAMS, tx.init(PARAMS), BATCH)
+    assert warning.category is UserWarning
+    assert message in str(warning.message)
+    assert warning.filename == __file__
+
+
+@CALLED
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_is_not_through_calls(name, called):
+    tx, step = RIGHT[name]
+    assert not heard(through(called, step), PARAMS, tx.init(PARAMS), BATCH)
+
+
+def through(called, step):
+    """A step in mixed precision whose update is called in another way."""
+
+    @mixed_precision("mixed_float16")
+    def stepped(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "update", called)
+            return step(*args)
+
+    return stepped
+
+
+@pytest.mark.parametrize(("name", "count"), [("forgotten", 1), ("plain", 0)])
+def test_a_jitted_update_is_heard_in_a_scan_of_an_ensemble(name, count):
+    tx, step = WRONG[name][1] if name in WRONG else RIGHT[name]
+    params = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+    mapped = jax.vmap(through(jitted, step), in_axes=(0, 0, None))
+
+    @mixed_precision("mixed_float16")
+    def epoch(params, opt_state, xs):
+        def body(carry, x):
+            return mapped(*carry, x), None
+
+        return jax.lax.scan(body, (params, opt_state), xs)[0]
+
+    opt_state = jax.vmap(tx.init)(params)
+    assert len(heard(epoch, params, opt_state, jnp.stack([BATCH, BATCH]))) == count
+
+
+def test_a_jitted_step_is_heard_where_it_is_traced_alone():
+    tx, step = WRONG["forgotten"][1]
+    whole = mixed_precision(jax.jit(step), "mixed_float16")
+    assert len(heard(whole, PARAMS, tx.init(PARAMS), BATCH)) == 1
+
+
+def test_a_jitted_update_that_was_traced_before_is_heard():
+    update = jax.jit(applied)
+    update(PARAMS, PARAMS, SGD.init(PARAMS))
+
+    @mixed_precision("mixed_float16")
+    def step(params, opt_state, x):
+        return update(params, plain_grads(params, opt_state, x), opt_state)
+
+    (warning,) = heard(step, PARAMS, SGD.init(PARAMS), BATCH)
+    assert "return jmp_rewrite.scale_loss" in str(warning.message)
+
+
+def test_a_jitted_transformation_is_heard_at_its_call():
+    update = jax.jit(SGD.update)
+
+    @mixed_precision("mixed_float16")
+    def step(params, opt_state, x):
+        return update(plain_grads(params, opt_state, x), opt_state, params)
+
+    (warning,) = heard(step, PARAMS, SGD.init(PARAMS), BATCH)
+    assert warning.filename == __file__
 
 
 @pytest.mark.parametrize(("name", "count"), [("forgotten", 1), ("plain", 0)])

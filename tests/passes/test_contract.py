@@ -392,6 +392,11 @@ def test_the_environment_sets_the_default(monkeypatch):
     stacks = {str(e.source_info.name_stack) for e in closed.eqns}
     names = {s.partition("pass:")[2].partition(")")[0] for s in stacks if "pass:" in s}
     assert names == {"cpu_shield"}
+    monkeypatch.setenv("JMP_REWRITE_PASSES", "")
+    program = mixed_precision(step_of(gelu), "mixed_bfloat16")
+    empty = str(jax.make_jaxpr(program)(*arguments()))
+    monkeypatch.delenv("JMP_REWRITE_PASSES")
+    assert empty == str(jax.make_jaxpr(program)(*arguments()))
     monkeypatch.setenv("JMP_REWRITE_PASSES", "everything")
     with pytest.raises(ValueError, match="JMP_REWRITE_PASSES expected"):
         mixed_precision(step_of(gelu), "mixed_bfloat16")(*arguments())

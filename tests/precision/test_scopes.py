@@ -335,6 +335,29 @@ def test_half_never_overrides_deny():
     assert dtypes_in(exp) == dtypes_out(exp) == ["float32"]
 
 
+@pytest.mark.parametrize(
+    ("category", "expected"),
+    [("deny", "float32"), ("infer", "bfloat16"), ("clear", "bfloat16")],
+)
+@pytest.mark.parametrize("kind", ["tanh", "exp", "own"])
+def test_a_rule_says_the_same_inside_a_scope_half(kind, category, expected):
+    """A scope acts on categories; the user's rules say what they are."""
+    twice = own_primitive()
+    ops = {"tanh": jnp.tanh, "exp": jnp.exp, "own": twice.bind}
+
+    def f(x, w):
+        return named("a", lambda: jnp.maximum(ops[kind](-jnp.abs(x @ w)), 0.1)) @ w
+
+    for scopes in ({}, {"a": "half"}):
+        rules = {twice if kind == "own" else kind: category}
+        rewritten = trace(
+            mixed_precision(f, Policy(BF16, rules=rules, scopes=scopes)),
+            *(jnp.ones((64, 8)), jnp.ones((8, 8))),
+        )
+        (eqn,) = eqns(rewritten, "twice" if kind == "own" else kind)
+        assert dtypes_out(eqn) == [expected]
+
+
 def test_half_never_touches_scalars_and_state():
     def step(w, m, lr, x):
         with jax.named_scope("step"):

@@ -21,8 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._loss_scaling.leaves import is_inexact
-from jmp_rewrite._loss_scaling.lineage import in_order, is_backward
+from jmp_rewrite._misuse.lineage import in_order, is_backward, is_inexact
 from jmp_rewrite._rules import CALLS
 
 # A number, or one of the five words below.

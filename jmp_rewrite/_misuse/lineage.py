@@ -1,4 +1,4 @@
-"""The equations that made a gradient, in the jaxpr that is being traced.
+"""The equations that made a gradient.
 
 A tracer of `jax.jit` knows the equation that made it, and that one its operands. So an
 update can see, before anything runs, whether its gradients are those of a scaled loss.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jmp_rewrite import _compat
@@ -38,10 +39,10 @@ class Lineage(NamedTuple):
 
 
 def lineage(gradients: Sequence[Any], scale: Any) -> Lineage:
-    """Follows gradients back to the parameters of the jaxpr that is being traced.
+    """Follows gradients back to the parameters of their jaxpr.
 
     Args:
-      gradients: tracers of `jit`.
+      gradients: tracers of `jit`, or values of a finished program.
       scale: that of the loss scale.
     """
     backward = scaled = False
@@ -148,6 +149,12 @@ def _reads(eqn: Any, scale: Any) -> bool:
     return any(
         not hasattr(x, "val") and x in given for e in inner.eqns for x in e.invars
     )
+
+
+def is_inexact(tracer: Any) -> bool:
+    """Whether a value is real or complex floating point."""
+    dtype = getattr(tracer.aval, "dtype", np.dtype(bool))
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def is_backward(eqn: Any) -> bool:
