@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
@@ -101,23 +102,30 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _Entered(threading.local):
+    """The scopes of `full_precision` that a thread has entered."""
+
+    def __init__(self) -> None:
+        self.scopes: list[contextlib.ExitStack] = []
+
+
+_ENTERED = _Entered()
+
+
 class _FullPrecision:
     """The context manager and decorator that `full_precision` returns.
 
-    It may be entered several times, inside itself as well.
+    It may be entered several times, inside itself and in several threads as well.
     """
-
-    def __init__(self) -> None:
-        self._entered: list[Any] = []
 
     def __enter__(self) -> None:
         scopes = contextlib.ExitStack()
         scopes.enter_context(jax.named_scope(FULL_PRECISION))
         scopes.enter_context(region.in_full_precision())
-        self._entered.append(scopes)
+        _ENTERED.scopes.append(scopes)
 
     def __exit__(self, *exc: Any) -> None:
-        self._entered.pop().__exit__(*exc)
+        _ENTERED.scopes.pop().__exit__(*exc)
 
     def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
         return _in_full_precision(fun)

@@ -22,6 +22,7 @@ from jmp_rewrite._graph import PASS, TOP, Place, inner_place
 from jmp_rewrite._passes.by_device import Where, by_device, inlined
 from jmp_rewrite._passes.program import ROUNDING, Program
 from jmp_rewrite._rules import held_jaxprs, with_held
+from jmp_rewrite._source import name_of
 
 
 class Body:
@@ -280,11 +281,13 @@ class Editor:
     def find(self, *names: str) -> Iterator[tuple[Body, int, Any]]:
         """Yields equations of these primitives: their bodies, indices, and themselves.
 
-        What an inner `mixed_precision` has rewritten is finished, and left out.
+        What an inner `mixed_precision` has rewritten is finished, and left out. So is
+        what reads or makes an array without elements: there is nothing to gain.
         """
         for body in self.bodies:
             for index, eqn in body.find(*names):
-                if not any(m.rewritten for m in self.marks(body, index)):
+                is_rewritten = any(m.rewritten for m in self.marks(body, index))
+                if not is_rewritten and not _is_empty(eqn):
                     yield body, index, eqn
 
     def was_here(self, body: Body, var: Any) -> bool:
@@ -395,6 +398,9 @@ class Editor:
 
         Returns:
           The new variables, of the same types as `stored`.
+
+        Raises:
+          TypeError: if a branch returns other types.
         """
         static |= {
             "_branches": tuple(branches.items()),
@@ -414,9 +420,14 @@ class Editor:
         *operands: Any,
         **static: Any,
     ) -> None:
-        """Computes the results of an equation in another way; see `insert`."""
+        """Computes the results of an equation in another way; see `insert`.
+
+        Raises:
+          TypeError: if they have other types than those of the equation.
+        """
         eqn = body.eqns[index]
         eqns, outs = self._spliced(eqn, fun, operands, static)
+        _check_types(fun, [v.aval for v in outs], [v.aval for v in eqn.outvars])
         body.edits.instead[index] = eqns
         body.edits.gone.update(zip(eqn.outvars, outs, strict=True))
 
@@ -570,6 +581,25 @@ class Editor:
         return in_place_of(self._closed, made[self._top])
 
 
+def _is_empty(eqn: Any) -> bool:
+    """Whether an equation reads or makes an array without elements."""
+    return any(0 in getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars))
+
+
+def _check_types(fun: Any, new: Sequence[Any], old: Sequence[Any]) -> None:
+    """Checks that results have the types of those in whose place they stand."""
+    found, expected = ([(a.shape, a.dtype) for a in avals] for avals in (new, old))
+    if found != expected:
+        raise TypeError(
+            f"{name_of(fun)} of a pass expected to return the types of what it stands "
+            f"in place of, {_listed(old)}, got {_listed(new)}."
+        )
+
+
+def _listed(avals: Sequence[Any]) -> str:
+    return ", ".join(a.str_short(short_dtypes=True) for a in avals) or "nothing"
+
+
 def _reading(eqn: Any, instead_of: Callable[[Any], Any]) -> Any:
     """Returns an equation with other operands; itself if they are the same."""
     invars = [instead_of(v) for v in eqn.invars]
@@ -636,8 +666,15 @@ def _choice(
     _forward_only: bool,
     **static: Any,
 ) -> list[Any]:
+    stored = list(map(jax.typeof, values[:_count]))
+
     def bound(fun: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *values: fun(*values, **static)
+        def typed(*values: Any) -> Any:
+            results = fun(*values, **static)
+            _check_types(fun, list(map(jax.typeof, results)), stored)
+            return results
+
+        return typed
 
     branches = {where: bound(fun) for where, fun in _branches}
     return by_device(

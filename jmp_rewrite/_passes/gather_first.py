@@ -76,6 +76,8 @@ def gather_first(editor: Editor) -> None:
         recipe = _recipe(body, eqn.invars[0], eqn.invars[0].aval.shape, leaves)
         if recipe is None or recipe.primitive is None:
             continue
+        if not _brings_nan(recipe, leaves, eqn.invars[0].aval.ndim - 1):
+            continue
         editor.choose_instead(
             body,
             out,
@@ -145,6 +147,19 @@ def _open(editor: Editor, body: Body, index: int) -> bool:
     return True
 
 
+def _brings_nan(step: _Step, leaves: Sequence[Any], last: int) -> bool:
+    """Whether a recipe reads floats by the gather: NaN for an index out of range."""
+    if step.primitive is not None:
+        return any(_brings_nan(read, leaves, last) for read in step.reads)
+    leaf = leaves[step.reads[0]]
+    return is_float(leaf) and last in _long(step.params, leaf.aval.shape)
+
+
+def _long(dims: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Returns the dimensions along which an operand is not repeated."""
+    return [d for d, size in zip(dims, shape, strict=True) if size > 1]
+
+
 def _recipe(
     body: Body, var: Any, shape: tuple[int, ...], leaves: list[Any]
 ) -> _Step | None:
@@ -191,7 +206,7 @@ def _leaf(var: Any, dims: Sequence[int], leaves: list[Any]) -> _Step:
 
 def _small(var: Any, dims: Sequence[int], ndim: int, leaves: list[Any]) -> _Step | None:
     """Returns the operand that is the same along each row, or for all rows."""
-    long = [d for d, size in zip(dims, var.aval.shape, strict=True) if size > 1]
+    long = _long(dims, var.aval.shape)
     if ndim - 1 not in long or long == [ndim - 1]:
         return _leaf(var, dims, leaves)
     return None
@@ -214,7 +229,7 @@ def _value(
         values = [_value(r, shape, indices, leaves, how) for r in step.reads]
         return step.primitive.bind(*values, **dict(step.params))
     leaf, last = leaves[step.reads[0]], len(shape) - 1
-    long = [d for d, size in zip(step.params, leaf.shape, strict=True) if size > 1]
+    long = _long(step.params, leaf.shape)
     if last not in long:
         return lax.broadcast_in_dim(leaf, shape, step.params)
     if long != [last]:

@@ -138,8 +138,8 @@ class Joined(NamedTuple):
 def _sum_of_parts(
     stored: Any, *parts: Any, how: Joined, axes: tuple[int, ...]
 ) -> list[Any]:
-    how = how._replace(dtype=stored.dtype)
-    sums = [lax.reduce_sum(x, axes) for x in how.pieces(parts)]
+    pieces = (lax.convert_element_type(x, stored.dtype) for x in how.pieces(parts))
+    sums = [lax.reduce_sum(x, axes) for x in pieces]
     return [lax.concatenate(sums, how.axis - sum(a < how.axis for a in axes))]
 
 
@@ -147,15 +147,28 @@ def _sum_of_parts(
 
 
 def _unmoved(body: Body, var: Any) -> tuple[Any, tuple[int, ...]]:
-    """Returns the array behind transposes and casts, and their order."""
-    order = tuple(range(var.aval.ndim))
+    """Returns the array behind transposes and casts, and their order.
+
+    The casts are one: none but the last narrows.
+    """
+    order, dtype = tuple(range(var.aval.ndim)), var.aval.dtype
     while (eqn := body.made_by(var, "transpose", _PLAIN_CAST)) is not None:
         if not is_float(eqn.invars[0]):
             break
         if eqn.primitive.name == "transpose":
             order = tuple(eqn.params["permutation"][d] for d in order)
+        elif not _is_one_cast(eqn, dtype):
+            break
         (var,) = eqn.invars
     return var, order
+
+
+def _is_one_cast(eqn: Any, dtype: Any) -> bool:
+    """Whether a cast, and a later one to a dtype, are one cast to that."""
+    (before,), (after,) = (
+        [v.aval.dtype for v in vs] for vs in (eqn.invars, eqn.outvars)
+    )
+    return bool(after == dtype or before.itemsize < after.itemsize)
 
 
 def _taken(body: Body, eqn: Any) -> tuple[Taken, Any] | None:
@@ -186,8 +199,9 @@ def _joined(body: Body, reshape: Any) -> tuple[Joined, list[Any]] | None:
     (var,) = reshape.invars
     if not _is_plain(reshape) or len(body.reads(var)) != 1:
         return None
+    dtype = var.aval.dtype
     var, order = _unmoved(body, var)
-    parts = sorted(_parts(body, var), key=lambda p: p.start)
+    parts = sorted(_parts(body, var, dtype), key=lambda p: p.start)
     if len(parts) < 2 or len({p.dim for p in parts}) != 1:
         return None
     if any(p.start < q.limit for q, p in zip(parts, parts[1:], strict=False)):
@@ -221,8 +235,8 @@ class _Part(NamedTuple):
     limit: int
 
 
-def _parts(body: Body, var: Any) -> list[_Part]:
-    """Returns the parts of a joined array; nothing if it is none."""
+def _parts(body: Body, var: Any, dtype: Any) -> list[_Part]:
+    """Returns the parts of a joined array that is cast to a dtype; nothing if none."""
     parts: list[_Part] = []
     left = [var]
     while left:
@@ -231,7 +245,7 @@ def _parts(body: Body, var: Any) -> list[_Part]:
         if eqn is None or len(body.reads(one)) != 1:
             return []
         name = eqn.primitive.name
-        if name in _ADDS or name == _PLAIN_CAST or _rounds(eqn):
+        if name in _ADDS or (_casts(eqn) and _is_one_cast(eqn, dtype)):
             left += eqn.invars
             continue
         found = _padded(eqn) if name == "pad" else _side_by_side(eqn)
@@ -241,9 +255,10 @@ def _parts(body: Body, var: Any) -> list[_Part]:
     return parts
 
 
-def _rounds(eqn: Any) -> bool:
-    """Whether an equation rounds a result; what is zero beside a part stays zero."""
-    return eqn.primitive.name == ROUNDING and eqn.params["into"] is None
+def _casts(eqn: Any) -> bool:
+    """Whether an equation is a cast; what is zero beside a part stays zero."""
+    name = eqn.primitive.name
+    return name == _PLAIN_CAST or (name == ROUNDING and eqn.params["into"] is None)
 
 
 def _summed(

@@ -344,3 +344,16 @@ def test_a_weight_that_is_thresholded_often_before_a_scan():
 
     (loop,) = eqns(trace(mixed_precision(f, BF16), w, x), "scan")
     assert dtypes_out(loop) == ["float32"]
+
+
+def test_numbers_that_leave_their_range_are_folded_in_silence():
+    """As by JAX, also where warnings are errors."""
+    (w,), x = weights((W, W)), jnp.ones((4, W))
+
+    def fun(w, x):
+        mask = jnp.full((W,), -1e9, jnp.float32).astype(jnp.float16)
+        return x @ w + jnp.where(jnp.arange(W) > 3, mask, 0).astype(jnp.float32)
+
+    with jax.numpy_rank_promotion("allow"):
+        found = jax.jit(mixed_precision(fun, BF16))(w, x)
+    assert jnp.isneginf(found[:, 4:]).all() and jnp.isfinite(found[:, :4]).all()

@@ -430,3 +430,23 @@ def test_a_body_knows_its_readers_and_makers_after_each_pass(loss):
             assert {v: body.reads(v) for v in readers} == readers
             assert all(body.maker[v] == index for v, index in makers.items())
             assert not any(body.reads(v) for v in makers if v not in readers)
+
+
+@pytest.mark.parametrize("edges", [0, 24])
+def test_what_has_no_elements_is_left_alone(edges):
+    """A graph without edges, a batch without selected rows."""
+    w, x = jnp.eye(16), jnp.ones((20, 16))
+
+    def step(w, x, senders, values):
+        def loss(w):
+            h = jnp.tanh(x @ w)
+            read = jax.vmap(lambda i: h[i])(senders)
+            return jnp.mean(((h + jnp.sin(read * values).sum(0)) @ w) ** 2)
+
+        return jax.value_and_grad(loss)(w)
+
+    args = w, x, jnp.arange(edges) % 20, jnp.ones((edges, 16))
+    with jax.numpy_rank_promotion("allow"):
+        half = jax.jit(mixed_precision(step, "mixed_bfloat16"))
+        (found, _), (exact, _) = half(*args), step(*args)
+    assert abs(found - exact) < 0.05 * abs(exact)

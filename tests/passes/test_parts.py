@@ -287,3 +287,15 @@ def test_forward_functions_take_parts_of_many_rows_alone():
             mixed_precision(attend, "mixed_bfloat16")(weight, x),
             without(attend, weight, x),
         )
+
+
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
+def test_a_rounding_that_a_user_wrote_stays(half):
+    x, w = jnp.asarray(normal(2, 64, 16)), weights((16, 48))[0]
+
+    def fun(w, x):
+        rounded = (x @ w).reshape(2, 64, 3, 2, 8).astype(half).astype(jnp.float32)
+        return tuple(rounded[:, :, i] for i in range(3))
+
+    for part in jax.jit(mixed_precision(fun, "mixed_bfloat16"))(w, x):
+        bit_equal(part, part.astype(half).astype(jnp.float32))

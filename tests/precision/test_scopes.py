@@ -1,6 +1,7 @@
 """`full_precision`, `scopes` and `rules`: where they hold, and who wins."""
 
 import functools
+import threading
 import warnings
 
 import jax
@@ -13,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from programs import normal
 
-from jmp_rewrite import Policy, full_precision, mixed_precision
+from jmp_rewrite import Policy, compute_dtype, full_precision, mixed_precision
 
 W = jnp.eye(4) * 0.3
 X = jnp.arange(8.0).reshape(2, 4) / 8
@@ -84,6 +85,35 @@ def test_full_precision_nests_and_is_re_entrant():
             return x @ w
 
     assert kinds(f, X, W) == ["bfloat16"] + ["float32"] * 5
+
+
+def test_full_precision_of_a_module_serves_several_threads():
+    """Each leaves what it has entered itself."""
+    shared, found = full_precision(), {}
+    first_in, second_in, first_out, end = [threading.Event() for _ in range(4)]
+    begin = threading.Event()
+    begin.set()
+
+    def run(policy, begins, enters, leaves, left):
+        def fun(x):
+            begins.wait(10)
+            with shared:
+                enters.set()
+                leaves.wait(10)
+            found[policy] = str(compute_dtype())
+            left.set()
+            return x @ x
+
+        trace(mixed_precision(fun, policy), jnp.eye(8))
+
+    first = "mixed_bfloat16", begin, first_in, second_in, first_out
+    second = "mixed_float16", first_in, second_in, first_out, end
+    threads = [threading.Thread(target=run, args=args) for args in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}
 
 
 def test_full_precision_is_left_when_an_error_leaves_it():
