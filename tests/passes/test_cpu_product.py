@@ -116,7 +116,8 @@ def test_accelerators_run_the_product_itself(name):
 
     for platform in ("cuda", "tpu"):
         assert text(half, platform) == text(plain, platform)
-    is_another = ROUNDS_SLOWLY or name in BY_ROWS or name == "odd in all"
+    is_slow = ROUNDS_SLOWLY and name != "empty"
+    is_another = is_slow or name in BY_ROWS or name == "odd in all"
     assert (text(half, "cpu") != text(plain, "cpu")) == is_another
 
 
