@@ -10,6 +10,7 @@ This module imports Flax, so nothing imports it before a program has done so.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator
@@ -64,11 +65,31 @@ def _path(keys: tuple[Any, ...]) -> ParameterPath:
     )
 
 
-def _owner(fun: Any) -> Any:
-    """Returns the module whose method `fun` is, or that is called; else None."""
-    if inspect.ismethod(fun):
-        fun = fun.__self__
-    return fun if isinstance(fun, _PYTREE) else None
+def _apart(fun: Any) -> tuple[Callable[..., Any], Any]:
+    """Returns a function of the modules that `fun` holds, and its arguments; and these.
+
+    They are the object of a method, a module that is called, and those that
+    `functools.partial` was given.
+    """
+    if isinstance(fun, functools.partial):
+        given = fun.args, fun.keywords
+        inner, held = _apart(fun.func)
+
+        @functools.wraps(inner, updated=())
+        def call(modules: Any, *args: Any, **kwargs: Any) -> Any:
+            first, named = _with_modules(given, modules[1])
+            return inner(modules[0], *first, *args, **{**named, **kwargs})
+
+        return call, (held, _modules_only(given, lambda module: True))
+    module = fun.__self__ if inspect.ismethod(fun) else fun
+    if isinstance(module, _PYTREE):
+        return getattr(fun, "__func__", type(fun).__call__), module
+
+    @functools.wraps(fun, updated=())
+    def plain(module: None, *args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    return plain, None
 
 
 @contextlib.contextmanager
@@ -90,11 +111,11 @@ def split(
       A function of trees of arrays; its arguments and keyword arguments; and what
       makes `fun`'s result from its result and changes the modules.
     """
-    module = _owner(fun)
-    call = fun
-    if module is not None:
-        call = getattr(fun, "__func__", type(fun).__call__)
+    call, module = _apart(fun)
+    if _modules(module):
         args = (module, *args)
+    else:
+        call = fun
 
     def pure(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _merge((args, kwargs), is_inner=True)
@@ -169,6 +190,16 @@ def _is_same(module: Any, before: tuple[Any, list[Any]]) -> bool:
         graphdef == before[0]
         and len(arrays) == len(before[1])
         and all(map(operator.is_, arrays, before[1]))
+    )
+
+
+def _with_modules(tree: Any, modules: Any) -> Any:
+    """Returns a tree with other modules in place of its own; see `_modules_only`."""
+    return tree_util.tree_map(
+        lambda new, old: old if new is None else new,
+        modules,
+        tree,
+        is_leaf=lambda x: x is None or _is_module(x),
     )
 
 

@@ -204,6 +204,29 @@ def test_messages_name_the_function():
             half(Net()) if fun is not branches else half(Net(), X)
 
 
+@pytest.mark.parametrize(
+    "partial_of",
+    [
+        functools.partial,
+        lambda net: functools.partial(net.__call__),
+        lambda net: functools.partial(call, net),
+        lambda net: functools.partial(functools.partial(call), net=net),
+        lambda net: functools.partial(
+            lambda nets, shape, x: call(nets["net"], x).reshape(shape),
+            {"net": net, "size": np.int64(3)},
+            (np.int64(4), 8),  # sizes stay known
+        ),
+    ],
+)
+def test_what_a_partial_was_given_are_arguments(partial_of):
+    net = Net()
+    part = partial_of(net)
+    named = {"x": X} if "net" in part.keywords else {}
+    found = mixed_precision(part, BF16)(*([] if named else [X]), **named)
+    assert relative_error(found, Net()(X)) < 8 * EPS[BF16]
+    assert net.calls[...] == 1
+
+
 def test_nothing_is_kept():
     net = Net()
     mixed_precision(call, BF16)(net, X)
