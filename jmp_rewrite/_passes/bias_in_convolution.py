@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from jax import lax
 
@@ -263,10 +264,22 @@ def _apart(x: Any) -> Any:
     return [lax.optimization_barrier(x)]
 
 
+def _within(bias: Any, dtype: np.dtype) -> Any:
+    """Returns a bias without what a dtype cannot hold: a mask of -1e9 is no infinity.
+
+    It is half the largest number, so that no sum with an activation is one.
+    """
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    inside = lax.clamp(-largest, bias, largest)
+    is_mask = lax.is_finite(bias) & (inside != bias)
+    return lax.select(is_mask, inside / 2, bias)
+
+
 def _sum(stored: Any, half: Any, *added: Any, spread: tuple[Any, ...]) -> Any:
     total = half
     for value in added:
-        value = _compat.convert(value, half.dtype)
+        if value.dtype != half.dtype:
+            value = _compat.convert(_within(value, half.dtype), half.dtype)
         if spread and value.shape != half.shape:
             value = lax.broadcast_in_dim(value, *spread)
         total = lax.add(total, value)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import choices, devices_of, eqns, relative_error, trace, walk
+from helpers import EPS, choices, devices_of, eqns, relative_error, trace, walk
 from jax import lax
 from programs import normal, weights
 
@@ -149,6 +149,26 @@ def test_a_rectifier_is_a_part_of_the_convolution():
     made = {v: e.primitive.name for e in walk(program) for v in e.outvars}
     (sign,) = eqns(program, "gt")
     assert made[sign.invars[0]] == "optimization_barrier"
+
+
+@pytest.mark.parametrize("mask", [-1e9, float(jnp.finfo(jnp.float32).min)])
+def test_a_mask_that_is_a_bias_becomes_no_infinity(mask):
+    """In float16, where other devices add it in float32."""
+    first, last, bias = kernels()
+    masked = jnp.where(jnp.arange(bias.size) < 3, mask, bias.ravel())
+
+    def fun(first, last, bias, x):
+        h = convolve(x, first) + bias[None, None, None]
+        return convolve(jax.nn.gelu(h), last)
+
+    args = first, last, masked, images()
+    half = mixed_precision(fun, "mixed_float16")
+    with use_passes("bias_in_convolution", device="NVIDIA H200"):
+        program = trace(half, *args)
+        found = jax.jit(half)(*args)
+    added = [e.outvars[0].aval.dtype for e in eqns(program, "add")]
+    assert jnp.float16 in added
+    assert relative_error(found, fun(*args)) < 8 * EPS["mixed_float16"]
 
 
 def on_a_gpu(loss, args):
