@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jmp_rewrite import _compat
+from jmp_rewrite import _collector, _compat
 from jmp_rewrite._graph.distinct import (
     LARGEST_INDEX,
     NOWHERE,
@@ -75,7 +75,7 @@ _KEEPS_NUMBER = MOVES_NUMBER | {"neg"}
 _TAKES_ELEMENT = frozenset({"reshape", "slice", "squeeze"})
 
 
-@np.errstate(all="ignore")  # numbers are folded, as a compiler does
+@_collector.held()
 def build(
     closed: Any,
     is_opaque: Callable[[Any], bool] = lambda eqn: False,

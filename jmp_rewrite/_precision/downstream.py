@@ -174,5 +174,4 @@ def lossy(graph: Graph, dtype: Any) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_exact(number: Any, own: Any, dtype: Any) -> bool:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.asarray(number, own).astype(dtype).astype(own) == number)
+    return bool(np.asarray(number, own).astype(dtype).astype(own) == number)

@@ -145,13 +145,12 @@ def unrepresentable(number: Any, dtype: Any) -> float | None:
     zero or, among the subnormals, is off by more than an eps of the dtype.
     """
     exact = np.asarray(number, np.float64)
-    with np.errstate(all="ignore"):
-        largest = float(ml_dtypes.finfo(dtype).max)
-        inside = np.where(np.isfinite(exact), np.clip(exact, -largest, largest), exact)
-        rounded = inside.astype(np.float32).astype(dtype).astype(np.float64)
-        error = np.abs(rounded - exact)
-        eps = float(ml_dtypes.finfo(dtype).eps)
-        lost = np.isfinite(exact) & ~(error <= eps * np.abs(exact))
+    largest = float(ml_dtypes.finfo(dtype).max)
+    inside = np.where(np.isfinite(exact), np.clip(exact, -largest, largest), exact)
+    rounded = inside.astype(np.float32).astype(dtype).astype(np.float64)
+    error = np.abs(rounded - exact)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    lost = np.isfinite(exact) & ~(error <= eps * np.abs(exact))
     return float(exact[lost].flat[0]) if lost.any() else None
 
 

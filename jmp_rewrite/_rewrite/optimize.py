@@ -64,6 +64,7 @@ def emitted(
     return program.emit(plan, later, emitter_type)
 
 
+@_collector.held()
 def finished(
     plan: _plan.Plan, explicit: Any, choice: _passes.Choice | None = None
 ) -> _passes.Optimized:

@@ -357,3 +357,21 @@ def test_numbers_that_leave_their_range_are_folded_in_silence():
     with jax.numpy_rank_promotion("allow"):
         found = jax.jit(mixed_precision(fun, BF16))(w, x)
     assert jnp.isneginf(found[:, 4:]).all() and jnp.isfinite(found[:, :4]).all()
+
+
+def test_a_guarded_division_of_indices_is_folded_in_silence():
+    """Which of two rows a pass finds for each term of a sum."""
+    (w,), x = weights((W, W)), jnp.ones((4, W))
+
+    def step(w, x):
+        def loss(w):
+            place = lax.iota(jnp.int32, 8)
+            by = [lax.div(place, lax.full_like(place, n)) for n in (2, 0)]
+            rows = lax.select(place < 8, *by)
+            h = jnp.tanh(x @ w)[rows] * jnp.cos(jnp.arange(8.0))[:, None]
+            return jnp.square(h @ w).mean()
+
+        return w - jax.grad(loss)(w)
+
+    found = jax.jit(mixed_precision(step, BF16))(w, x)
+    assert relative_error(found - w, step(w, x) - w) < 8 * EPS[BF16]
