@@ -16,7 +16,7 @@ from jmp_rewrite import Policy, _compat, _rewrite, mixed_precision, use_passes
 from jmp_rewrite._emit import program
 from jmp_rewrite._emit.later import Later
 from jmp_rewrite._passes import PASSES, Program
-from jmp_rewrite._passes.by_device import DEVICES, resolve
+from jmp_rewrite._passes.by_device import DEVICES, TPU, Where, resolve
 from jmp_rewrite._passes.edit import Editor
 
 T, D, F = 16, 8, 12
@@ -32,6 +32,14 @@ def gelu(params, x):
 def softplus(params, x):
     w, out = params
     return jnp.square(jnp.logaddexp(x @ w, 0.5) @ out).mean()
+
+
+def half_already(params, x):
+    """A user's own half values, where passes look for float32."""
+    w, out = params
+    h = (x @ w).astype(jnp.bfloat16)
+    h = jax.nn.softplus(h) * jax.nn.silu(h) + jax.nn.softmax(h) * jnp.tanh(h)
+    return jnp.square(h.astype(jnp.float32) @ out).mean()
 
 
 def attention(params, x):
@@ -133,6 +141,7 @@ LOSSES = (
     grouped,
     silu_of_a_norm,
     softplus,
+    half_already,
     gated,
     upsampled,
     convolved,
@@ -450,3 +459,27 @@ def test_what_has_no_elements_is_left_alone(edges):
         half = jax.jit(mixed_precision(step, "mixed_bfloat16"))
         (found, _), (exact, _) = half(*args), step(*args)
     assert abs(found - exact) < 0.05 * abs(exact)
+
+
+def narrowed(x):
+    return [x.astype(jnp.bfloat16)]
+
+
+def without_a_row(x):
+    return [x[1:]]
+
+
+@pytest.mark.parametrize("fun", [narrowed, without_a_row])
+@pytest.mark.parametrize("edit", ["replace", "choose"])
+def test_what_stands_in_place_of_a_value_has_its_type(edit, fun):
+    def own(editor):
+        body, index, eqn = next(editor.find("erf", "erfc"))
+        (out,) = eqn.outvars
+        if edit == "replace":
+            editor.replace(body, index, fun, eqn.invars[0])
+        else:
+            editor.choose_instead(body, out, [], {Where((TPU,)): fun})
+
+    message = rf"{fun.__name__} of a pass expected .*, f32\[16,12\], got "
+    with pytest.raises(TypeError, match=message):
+        Editor(explicit(gelu)).run("own", own)
