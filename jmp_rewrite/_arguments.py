@@ -178,6 +178,32 @@ def _listed(parameters: Sequence[Any]) -> str:
     return f"({', '.join(p.name for p in parameters)})"
 
 
+class Flat(NamedTuple):
+    """A tree that is not put together: its nodes may take nothing but arrays.
+
+    Attributes:
+      structure: the tree's.
+      paths: of each leaf its keys, outermost first.
+      types: of each leaf.
+    """
+
+    structure: Any
+    paths: tuple[tuple[Any, ...], ...]
+    types: tuple[Any, ...]
+
+    def parts(self) -> list[Flat]:
+        """Returns the elements of a tuple or list; nothing of anything else."""
+        kind, _ = self.structure.node_data() or (object, None)
+        if not issubclass(kind, (tuple, list)):
+            return []
+        parts, start = [], 0
+        for inner in self.structure.children():
+            at = slice(start, start := start + inner.num_leaves)
+            paths = tuple(path[1:] for path in self.paths[at])
+            parts.append(Flat(inner, paths, self.types[at]))
+        return parts
+
+
 def not_a_function(given: Any) -> str:
     """Returns how an error describes what came in place of a function."""
     leaves = [x for x in tree_util.tree_leaves(given) if _is_traced(x)]
@@ -237,18 +263,18 @@ def call_of_arrays(
     return call(fun, args, kwargs)
 
 
-def user_result(results: Any) -> tuple[Any, int]:
+def user_result(results: Flat) -> tuple[Flat, int]:
     """Returns the result of `fun` itself, of the result of a `pure_call`.
 
     With it comes the number of arrays before it: changes of modules.
     """
     if "flax.nnx" not in sys.modules:
         return results, 0
-    changes, result = results
-    return result, len(tree_util.tree_leaves(changes))
+    changes, result = results.parts()
+    return result, len(changes.types)
 
 
-def changed(arguments: Any, results: Any) -> dict[int, int]:
+def changed(arguments: Any, results: Flat) -> dict[int, int]:
     """Returns which results of a `pure_call` are changes of modules among arguments.
 
     Args:
@@ -260,12 +286,13 @@ def changed(arguments: Any, results: Any) -> dict[int, int]:
     """
     if "flax.nnx" not in sys.modules:
         return {}
-    flat = tree_util.tree_flatten_with_path
-    places = {path: i for i, (path, _) in enumerate(flat(arguments)[0])}
-    old = tree_util.tree_leaves(arguments)
+    leaves = tree_util.tree_leaves_with_path(arguments)
+    places = {path: i for i, (path, _) in enumerate(leaves)}
+    old = [leaf for _, leaf in leaves]
+    changes, _ = results.parts()
     return {
         i: places[path]
-        for i, (path, new) in enumerate(flat(results[0])[0])
+        for i, (path, new) in enumerate(zip(changes.paths, changes.types, strict=True))
         if path in places
         and new.shape == old[places[path]].shape
         and new.dtype == old[places[path]].dtype

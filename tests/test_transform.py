@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bit_equal, dtypes_in, eqns, open_jaxpr, products, same_types, trace
+from helpers import (
+    bit_equal,
+    dtypes_in,
+    eqns,
+    open_jaxpr,
+    products,
+    relative_error,
+    same_types,
+    trace,
+)
 from jax import lax
 from jax.extend import source_info_util
 
@@ -117,6 +126,33 @@ def test_partial():
     assert halves(g, X) == ["bfloat16"] * 2
     tree = jax.tree_util.Partial(f, w=W)
     assert halves(mixed_precision(tree, "mixed_bfloat16"), X) == ["bfloat16"] * 2
+
+
+class OfArrays:
+    """A tree node that takes arrays alone, and what JAX itself puts in their place."""
+
+    def __init__(self, array):
+        if not (isinstance(array, jax.Array) or type(array) is object or array is None):
+            raise TypeError(f"expected an array, got {type(array)}")
+        self.array = array
+
+
+jax.tree_util.register_pytree_node(
+    OfArrays, lambda x: ((x.array,), None), lambda _, leaves: OfArrays(*leaves)
+)
+
+
+def test_nodes_of_a_result_are_made_of_arrays_alone():
+    def fun(x, w):
+        return {"y": OfArrays(x @ w), "z": (x, OfArrays(w))}
+
+    half = mixed_precision(fun, "mixed_bfloat16")
+    for wrap in (jax.jit, jax.checkpoint, lambda f: f):
+        found = wrap(half)(X, W)
+        assert relative_error(found["y"].array, X @ W) < 2**-7
+        np.testing.assert_array_equal(found["z"][1].array, W)
+    assert explain(half)(X, W).half_flops == 1
+    assert set(diagnose(half)(X, W).results) == {"y/0", "z/0", "z/1/0"}
 
 
 class Layer:

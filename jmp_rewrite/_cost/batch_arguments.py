@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax import tree_util
 
+from jmp_rewrite._arguments import Flat
 from jmp_rewrite._cost.subject import Subject
 
 # A positional argument's number, or the name of another.
@@ -101,17 +102,16 @@ def _comes_back(subject: Subject, argument: Any) -> bool:
     """Whether the function returns a new value of an argument: it is state."""
     own = [(x.shape, x.dtype) for x in _arrays(argument)]
     return any(
-        [(x.shape, x.dtype) for x in _arrays(result)] == own
+        [(x.shape, x.dtype) for x in result.types] == own
         for result in _parts(subject.call.results)
     )
 
 
-def _parts(results: Any) -> Iterator[Any]:
+def _parts(results: Flat) -> Iterator[Flat]:
     """Yields a result and its parts: under NNX a result is nested in others."""
     yield results
-    if isinstance(results, (tuple, list)):
-        for part in results:
-            yield from _parts(part)
+    for part in results.parts():
+        yield from _parts(part)
 
 
 def present(subject: Subject, places: Sequence[Place], axis: int) -> tuple[int, int]:

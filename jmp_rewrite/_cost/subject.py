@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import tree_util
 
 from jmp_rewrite import _compat, _rewrite
-from jmp_rewrite._arguments import mapped
+from jmp_rewrite._arguments import Flat, mapped
 from jmp_rewrite._cost.program import Program
 from jmp_rewrite._policy import Policy
 
@@ -24,7 +23,7 @@ class Call(NamedTuple):
     Attributes:
       args: positional arguments.
       kwargs: arguments by name.
-      results: the result, with types in place of arrays.
+      results: the result.
       shardings: of each parameter of the traced program; None if on one device.
       jitted: traces the same call of the `jax.jit` around the function, with the same
         parameters; None if there is none.
@@ -34,7 +33,7 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: Any
+    results: Flat
     shardings: Sequence[Any]
     jitted: Callable[[], _rewrite.Traced | None]
     again: Callable[..., Subject]
@@ -118,7 +117,7 @@ class Subject:
           results; None where nothing was said.
         """
         count = len(self.call.shardings)
-        results = len(tree_util.tree_leaves(self.call.results))
+        results = len(self.call.results.types)
         nothing = [False] * count, [None] * count, [None] * results
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

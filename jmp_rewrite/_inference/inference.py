@@ -14,6 +14,7 @@ from jax import tree_util
 
 from jmp_rewrite import _compat, _rewrite, _transform
 from jmp_rewrite._arguments import (
+    Flat,
     Hidden,
     changed,
     hide,
@@ -391,16 +392,16 @@ class Inference(Generic[P, R]):
                 kept[ahead + before + i] = start + i
         return kept
 
-    def _check_state(self, number: int, result: int, old: Any, new: Any) -> None:
+    def _check_state(self, number: int, result: int, old: Any, new: Flat) -> None:
         where = f"argument {number} of {name_of(self._fun)} and result {result}"
-        trees: list[Any] = [tree_util.tree_structure(x) for x in (old, new)]
+        trees: list[Any] = [tree_util.tree_structure(old), new.structure]
         if trees[0] != trees[1]:
             raise ValueError(
                 f"{where}, which takes its place in the next call, expected the same "
                 f"tree, got {trees[0]} and {trees[1]}."
             )
         names = tree_util.tree_flatten_with_path(old)[0]
-        for (path, x), y in zip(names, tree_util.tree_leaves(new), strict=True):
+        for (path, x), y in zip(names, new.types, strict=True):
             if x.shape != y.shape or x.dtype != y.dtype:
                 raise ValueError(
                     f"{where}, which takes its place in the next call, expected the "

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax import tree_util
 
+from jmp_rewrite._arguments import Flat
 from jmp_rewrite._precision import key_names
 from jmp_rewrite._source import name_of
 
@@ -151,17 +152,17 @@ def check_call(fun: Any, numbers: Numbers, args: Sequence[Any]) -> None:
             )
 
 
-def result_leaves(results: Any, number: int, fun: Any) -> tuple[int, Any]:
+def result_leaves(results: Flat, number: int, fun: Any) -> tuple[int, Flat]:
     """Returns where the leaves of a result begin among all, and the result.
 
     Raises:
       ValueError: if there is no such result.
     """
-    several = list(results) if isinstance(results, (tuple, list)) else [results]
+    several = results.parts() or [results]
     if number >= len(several):
         raise ValueError(
             f"state names result {number} of {name_of(fun)}, which returns "
             f"{len(several)}."
         )
-    before = sum(len(tree_util.tree_leaves(r)) for r in several[:number])
+    before = sum(len(r.types) for r in several[:number])
     return before, several[number]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax import tree_util
@@ -54,10 +54,9 @@ def argument_paths(arguments: Any) -> list[str | None]:
     return found
 
 
-def result_paths(results: Any) -> list[str]:
+def result_paths(paths: Iterable[tuple[Any, ...]]) -> list[str]:
     """Returns for each array of a result its path, "/" between keys."""
-    flat = tree_util.tree_flatten_with_path(results)[0]
-    return ["/".join(n for key in path for n in key_names(key)) for path, _ in flat]
+    return ["/".join(n for key in path for n in key_names(key)) for path in paths]
 
 
 def _is_optimizer_state(x: Any) -> bool:

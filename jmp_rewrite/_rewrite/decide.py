@@ -46,7 +46,7 @@ def decide_quietly(
         policy,
         Place(),
         _parameters.argument_paths(traced.arguments),
-        _parameters.result_paths(traced.results),
+        _parameters.result_paths(traced.results.paths),
     )
     # Inside derivative rules, which nobody has traced yet, there may be more scopes.
     known = [] if plan.graph.has_backward_rules else policy.scopes
@@ -63,7 +63,7 @@ def decide_traced(traced: Traced, policy: Policy) -> _plan.Plan:
         traced.closed,
         policy,
         _parameters.argument_paths(traced.arguments),
-        _parameters.result_paths(traced.results),
+        _parameters.result_paths(traced.results.paths),
         differentiated,
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import tree_util
 
-from jmp_rewrite._arguments import hide, pure_call, show, show_types, wraps
+from jmp_rewrite._arguments import Flat, hide, pure_call, show, show_types, wraps
 from jmp_rewrite._graph import FLOAT32, Region, has_half_precision, nodes, region
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._rewrite.decide import decide_quietly
@@ -84,19 +84,24 @@ def _calls_in_float32(traced: Traced, policy: Policy) -> frozenset[int]:
 
 def _trace_hidden(fun: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
     """Traces `fun` through a fresh function, so that nothing it captured is cached."""
+    found: list[tuple[Any, tuple[Any, ...]]] = []
 
     def fresh(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = show((args, kwargs))
-        return hide(fun(*args, **kwargs))
+        result = hide(fun(*args, **kwargs))
+        leaves, structure = tree_util.tree_flatten_with_path(result)
+        found.append((structure, tuple(path for path, _ in leaves)))
+        return result
 
     # Errors then name the user's function and its arguments, as those of jax.jit do.
     wraps(fun, fresh)
     try:
-        closed, results = jax.make_jaxpr(fresh, return_shape=True)(*args, **kwargs)
+        closed = jax.make_jaxpr(fresh)(*args, **kwargs)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(_TRACED)
         raise
     arguments = (args, kwargs)
+    results = Flat(*found[-1], tuple(closed.out_avals))
     return Traced(closed, tree_util.tree_leaves(arguments), arguments, results)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax import tree_util
 
-from jmp_rewrite._arguments import show, user_result
+from jmp_rewrite._arguments import Flat, show, user_result
 from jmp_rewrite._precision import parameters
 
 
@@ -18,13 +18,13 @@ class Traced(NamedTuple):
       closed: its closed jaxpr.
       arrays: the call's arrays, for the jaxpr's parameters.
       arguments: the call's `(args, kwargs)`, what is no array hidden.
-      results: the function's result, with types in place of arrays, the rest hidden.
+      results: the function's result, what is no array hidden.
     """
 
     closed: Any
     arrays: list[Any]
     arguments: Any
-    results: Any
+    results: Flat
 
     @property
     def result_paths(self) -> list[str]:
@@ -33,12 +33,10 @@ class Traced(NamedTuple):
         That is the number of the argument, and the path in it.
         """
         result, ahead = user_result(self.results)
-        inside = parameters.result_paths(self.results)[:ahead]
+        inside = parameters.result_paths(self.results.paths[:ahead])
         changes = [path.split("/", 2)[-1] for path in inside]
-        return changes + parameters.result_paths(result)
+        return changes + parameters.result_paths(result.paths)
 
     def rebuild(self, arrays: Sequence[Any]) -> Any:
         """Makes the function's result from the jaxpr's results."""
-        return show(
-            tree_util.tree_unflatten(tree_util.tree_structure(self.results), arrays)
-        )
+        return show(tree_util.tree_unflatten(self.results.structure, arrays))
