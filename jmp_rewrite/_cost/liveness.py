@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from jmp_rewrite._cost.hlo import (
     BOOKKEEPING,
+    RUNS,
     UPDATES,
     Array,
     Instruction,
@@ -51,7 +52,7 @@ def peak(module: Module, computation: str | None = None) -> Peak:
     best = _NOTHING
     alive: dict[tuple[str, int], Buffer] = {}
     for time, i in enumerate(body):
-        runs = i.called if i.opcode in _RUNS else []  # one of them at a time
+        runs = i.called if i.opcode in RUNS else []  # one of them at a time
         inner = max((peak(module, c) for c in runs), key=_bytes, default=_NOTHING)
         for n, array in enumerate(i.arrays):
             key = (i.name, n)
@@ -67,7 +68,6 @@ def peak(module: Module, computation: str | None = None) -> Peak:
     return best
 
 
-_RUNS = ("while", "call", "conditional")
 _NOTHING = Peak(0, [], "")
 _bytes = operator.attrgetter("bytes")
 

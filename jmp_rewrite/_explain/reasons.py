@@ -142,7 +142,6 @@ def _rounded(node: Node) -> str:
     return f"only its result is rounded, once, which saves {bytes_text(saved)} stored"
 
 
-_COMPARES = COMPARISONS | {"is_finite"}
 _SELECTS = frozenset({"argmax", "argmin", "clamp", "max", "min", "select_n", "sort"})
 
 
@@ -173,7 +172,7 @@ def _why_no_half_cast(node: Node, half: np.dtype) -> str:
 
 
 def _effect(node: Node) -> str:
-    if node.name in _COMPARES:
+    if node.name in COMPARISONS:
         return "compares"
     if node.name in _SELECTS or node.name.startswith(("reduce_", "top_k")):
         return "selects from"

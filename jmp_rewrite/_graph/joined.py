@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jmp_rewrite._graph.nodes import Value
+from jmp_rewrite._rules import ADDS
 
 # Start and end along each dimension; all outside is zero.
 Box = tuple[tuple[int, int], ...]
-
-_SUMS = frozenset({"add", "add_any"})
 
 
 class Padded:
@@ -37,7 +36,7 @@ class Padded:
         name = eqn.primitive.name
         if name == "pad" and literals.get(1) == 0.0:
             return _of_pad(eqn)
-        if name in _SUMS and len(inputs) == 2:
+        if name in ADDS and len(inputs) == 2:
             places = ((v.node, v.aval.shape) for v in inputs)
             first, second = (self._boxes.get(place, ()) for place in places)
             if first and second and not any(_meet(a, b) for a in first for b in second):

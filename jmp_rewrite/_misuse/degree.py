@@ -22,7 +22,7 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._misuse.lineage import in_order, is_backward, is_inexact
-from jmp_rewrite._rules import CALLS
+from jmp_rewrite._rules import CALLS, ORDERS
 
 # A number, or one of the five words below.
 Degree: TypeAlias = Fraction | str
@@ -45,7 +45,6 @@ _KEEP = frozenset(
     "reduce_precision reduce_scatter reduce_sum reshape rev sharding_constraint slice "
     "squeeze sub transpose optimization_barrier".split()
 )
-_ORDER = frozenset({"ge", "gt", "le", "lt"})
 # Whatever the degree of the operand, that of the result is 0.
 _DROP = frozenset({"eq", "is_finite", "ne", "sign"})
 # Linear in both operands.
@@ -123,7 +122,7 @@ def _result(eqn: Any, operands: list[Degree]) -> Degree:
         return UNKNOWN if which == UNKNOWN else _same(cases)
     if name in _DROP:
         return Fraction(0)
-    if name in _ORDER or name in ("min", "max", "clamp"):
+    if name in ORDERS or name in ("min", "max", "clamp"):
         return _ordered(eqn, operands)
     if name in _ARITHMETIC:
         return _computed(eqn, operands)
@@ -162,7 +161,7 @@ def _ordered(eqn: Any, operands: list[Degree]) -> Degree:
     """The degree of a comparison, or of the larger or smaller of two values."""
     found = _same(operands)
     is_degree = found not in (UNKNOWN, MIXED)
-    return Fraction(0) if is_degree and eqn.primitive.name in _ORDER else found
+    return Fraction(0) if is_degree and eqn.primitive.name in ORDERS else found
 
 
 _ARITHMETIC: Mapping[str, Callable[..., Fraction]] = {

@@ -26,7 +26,7 @@ _OF_TWO = frozenset({"add", "div", "max", "min", "mul", "sub"})
 _VIEWS = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})
 _CUTS = frozenset({"slice", "split", "transpose"})
 # These are views of what is written in another order: behind what is written.
-_ORDERS = "transpose"
+_TRANSPOSE = "transpose"
 
 
 # Of what holds a jaxpr, that which may be left out.
@@ -136,7 +136,7 @@ def _steps(
                 step = _step(body, outer, inner, var)
                 if step is None or (is_rounded and not _is_limit(step)):
                     return found
-                is_ordered |= step.primitive.name == _ORDERS
+                is_ordered |= step.primitive.name == _TRANSPOSE
                 if is_ordered and not _commutes(step):
                     return found
                 steps.append(step)
@@ -158,7 +158,7 @@ def _is_narrowing(eqn: Any, half: np.dtype) -> bool:
 def _commutes(step: _Step) -> bool:
     """Whether a step may as well stand before a transpose that precedes it."""
     name = step.primitive.name
-    return name == _ORDERS or (name not in _VIEWS and step.small is None)
+    return name == _TRANSPOSE or (name not in _VIEWS and step.small is None)
 
 
 def _is_limit(step: _Step) -> bool:
@@ -248,9 +248,9 @@ def _product(
     steps: tuple[_Step, ...],
 ) -> Any:
     others = iter(small)
-    orders = [s for s in steps if s.primitive.name == _ORDERS]
+    orders = [s for s in steps if s.primitive.name == _TRANSPOSE]
     x = primitive.bind(lhs, rhs, **dict(params, preferred_element_type=FLOAT32))
-    for step in (s for s in steps if s.primitive.name != _ORDERS):
+    for step in (s for s in steps if s.primitive.name != _TRANSPOSE):
         operands = [x]
         if step.number is not None:
             operands.insert(1 - step.position, np.float32(step.number))

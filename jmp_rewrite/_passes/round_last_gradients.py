@@ -17,7 +17,7 @@ from jmp_rewrite._passes.match import (
     is_half_product,
     is_no_product,
 )
-from jmp_rewrite._rules import DECOMPOSITIONS, PRODUCTS
+from jmp_rewrite._rules import DECOMPOSITIONS, PRODUCTS, SUMS
 
 
 def round_last_gradients(editor: Editor) -> None:
@@ -109,7 +109,6 @@ def _last(body: Body, var: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 # What adds up, or contrasts, a weight's gradients, and what stands before it.
-_SUMS = frozenset({"add", "add_any", "sub"})
 _BETWEEN = frozenset({"add_any", "by_device", "convert_element_type", "transpose"})
 
 
@@ -119,7 +118,7 @@ def _is_term(body: Body, var: Any) -> bool:
     stack = [
         other
         for eqn in readers
-        if eqn.primitive.name in _SUMS
+        if eqn.primitive.name in SUMS
         for other in eqn.invars
         if other is not var
     ]

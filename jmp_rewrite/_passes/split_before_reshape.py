@@ -13,9 +13,8 @@ from jmp_rewrite._passes.by_device import TPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float
 from jmp_rewrite._passes.program import ROUNDING
+from jmp_rewrite._rules import ADDS, JOINS
 
-_ADDS = ("add", "add_any")
-_JOINS = ("concatenate", "stack")
 _PLAIN_CAST = "convert_element_type"
 
 
@@ -241,11 +240,11 @@ def _parts(body: Body, var: Any, dtype: Any) -> list[_Part]:
     left = [var]
     while left:
         one = left.pop()
-        eqn = body.made_by(one, "pad", _PLAIN_CAST, ROUNDING, *_ADDS, *_JOINS)
+        eqn = body.made_by(one, "pad", _PLAIN_CAST, ROUNDING, *ADDS, *JOINS)
         if eqn is None or len(body.reads(one)) != 1:
             return []
         name = eqn.primitive.name
-        if name in _ADDS or (_casts(eqn) and _is_one_cast(eqn, dtype)):
+        if name in ADDS or (_casts(eqn) and _is_one_cast(eqn, dtype)):
             left += eqn.invars
             continue
         found = _padded(eqn) if name == "pad" else _side_by_side(eqn)

@@ -12,7 +12,7 @@ from jmp_rewrite._graph import elements
 from jmp_rewrite._passes.behind import put_behind
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import is_float, is_float32, is_half_product, is_widening
-from jmp_rewrite._rules import LINEAR, MOVES
+from jmp_rewrite._rules import ADDS, LINEAR, MOVES
 
 
 def sums_behind_loops(editor: Editor) -> None:
@@ -61,7 +61,6 @@ def _sums_of(editor: Editor, body: Body, index: int, eqn: Any) -> Sums | None:
     return loop.sums()
 
 
-_ADDS = ("add", "add_any")
 # These compute nothing: of equal operands they have equal results, rounded or not.
 _CAST = "convert_element_type"
 _MOVES = MOVES | {_CAST}
@@ -259,7 +258,7 @@ class _Loop:
             (index,) = readers
             eqn = self.eqns[index]
             others = [v for v in eqn.invars if v is not var]
-            if eqn.primitive.name not in _ADDS or len(others) != 1:
+            if eqn.primitive.name not in ADDS or len(others) != 1:
                 return None
             made_of = self._made_of(others[0])
             if made_of is None or not self._is_full(index):

@@ -13,15 +13,13 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from jmp_rewrite._graph import EITHER, Graph, Node, is_backward, reached
-from jmp_rewrite._precision.origins import is_indicator, leads_to_product
+from jmp_rewrite._precision.origins import VIEWS, is_indicator, leads_to_product
 from jmp_rewrite._precision.shares import summed_along
 from jmp_rewrite._precision.signs import nonnegative
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
     KEEPS_OFFSET,
     SCALES,
-    SUMS,
-    VIEWS,
     between_cotangents,
     is_made_of,
     is_relative,
@@ -31,7 +29,7 @@ from jmp_rewrite._precision.terms import (
     terms_of,
     turned_cotangents,
 )
-from jmp_rewrite._rules import COPIES, EXPONENTIALS, LOGARITHMS, PICKS
+from jmp_rewrite._rules import COPIES, EXPONENTIALS, LOGARITHMS, PICKS, SUMS
 
 # Half an epsilon of float16. A number up to that keeps a quotient finite.
 _GUARD = 2.0**-11

@@ -10,10 +10,10 @@ import numpy as np
 from jmp_rewrite._graph import Graph, Node, Value, reached
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.local import is_scalar
-from jmp_rewrite._precision.origins import made_by_products
+from jmp_rewrite._precision.origins import VIEWS, made_by_products
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.products import explicit_precision, request
-from jmp_rewrite._precision.terms import VIEWS, is_relative
+from jmp_rewrite._precision.terms import is_relative
 from jmp_rewrite._rules import PRODUCTS, Category, table
 
 ALLOW, INFER, DENY, CLEAR = Category

@@ -40,6 +40,8 @@ from jmp_rewrite._rules import (
 
 # The elements of a result are elements of the operands, each used once.
 MOVES = _rules.MOVES | JOINTS | {"convert_element_type", "reduce_precision"}
+# And these: the elements may be repeated.
+VIEWS = MOVES | {"broadcast_in_dim"}
 
 # A reduction by less than this is no statistic, but a large value itself.
 SMALL = 8
@@ -304,13 +306,10 @@ class Roots:
         """Returns what a value is repeated from, or moved."""
         while value.node >= 0:
             node = self._nodes[value.node]
-            if node.name not in _VIEWS or len(node.inputs) != 1:
+            if node.name not in VIEWS or len(node.inputs) != 1:
                 break
             (value,) = node.inputs
         return value
-
-
-_VIEWS = MOVES | {"broadcast_in_dim"}
 
 
 def _is_own(maker: Node | Made) -> bool:

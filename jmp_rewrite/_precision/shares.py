@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from jmp_rewrite._graph import Graph, Node, is_backward
-from jmp_rewrite._precision.terms import MOST_TERMS, SUMS, source_of, takes_off_sum
+from jmp_rewrite._precision.terms import MOST_TERMS, source_of, takes_off_sum
+from jmp_rewrite._rules import SUMS
 
 _PARTS = frozenset({"pad", "slice"})
 # What these return has the dimensions of their operand.

@@ -22,8 +22,6 @@ from jmp_rewrite._graph import Graph, Loop
 from jmp_rewrite._rules import COMPARISONS, held_jaxprs
 from jmp_rewrite._source import Lines
 
-_COMPARISONS = COMPARISONS | {"is_finite"}
-
 
 def inside_solvers(graph: Graph, products: set[int], state: set[int]) -> set[int]:
     """Returns the nodes of solvers, and of loops that run the same lines again.
@@ -104,7 +102,7 @@ def _asked(
         if eqn is None:
             continue
         operands: Sequence[Any] = eqn.invars
-        if eqn.primitive.name in _COMPARISONS and any(map(compared, operands)):
+        if eqn.primitive.name in COMPARISONS and any(map(compared, operands)):
             return True, set()
         if held := held_jaxprs(eqn):
             asks, operands = _asked_inside(eqn, held, position, compared)

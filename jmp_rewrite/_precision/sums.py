@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 
 from jmp_rewrite._graph import Graph, Node, Value, is_backward, reached
 from jmp_rewrite._precision.origins import MOVES, SMALL, is_zero
-from jmp_rewrite._precision.terms import SUMS, source_of
-from jmp_rewrite._rules import PRODUCTS
+from jmp_rewrite._precision.terms import source_of
+from jmp_rewrite._rules import PRODUCTS, SUMS
 
 
 def sums_with_exact(

@@ -8,13 +8,11 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_backward
-from jmp_rewrite._precision.origins import MOVES
-from jmp_rewrite._rules import COPIES, LOGARITHMS, PICKS, PRODUCTS
+from jmp_rewrite._precision.origins import MOVES, VIEWS
+from jmp_rewrite._rules import COPIES, LOGARITHMS, PICKS, PRODUCTS, SUMS
 
 # A sum with an exact value still holds it, moved, picked or averaged.
 KEEPS_OFFSET = MOVES | COPIES | PICKS | {"neg", "reduce_sum", "reduce_window_sum"}
-SUMS = frozenset({"add", "add_any", "sub"})
-VIEWS = MOVES | {"broadcast_in_dim"}
 PARTS = VIEWS | {"slice"}
 # A value is the same but for a number behind these, if they read nothing else.
 SCALES = (MOVES - EITHER - {"split", "unstack"}) | {"div", "mul", "neg"}

@@ -38,17 +38,16 @@ from jmp_rewrite._graph import (
 )
 from jmp_rewrite._precision.origins import MOVES, Roots
 from jmp_rewrite._precision.products import contracted
-from jmp_rewrite._rules import ELEMENTWISE, Category
+from jmp_rewrite._rules import ELEMENTWISE, JOINS, SUMS, Category
 
 # Arithmetic that makes a new value of an old one and an update.
 _SCATTERS = frozenset({"scatter-add", "scatter-sub"})
 _UPDATES = frozenset({"add", "add_any", "div", "mul", "sub"}) | _SCATTERS
-_ADDS = frozenset({"add", "add_any", "sub"})
 # A value is still the same one behind these: it is moved, scaled, clipped or chosen.
 _CARRIES = MOVES | {"clamp", "div", "max", "min", "mul", "neg", "select_n"}
 # And behind these, for what is added to it then: a cell's state is another value than
 # the gated function of it.
-_FUNCTIONS = ELEMENTWISE - _ADDS - _CARRIES
+_FUNCTIONS = ELEMENTWISE - SUMS - _CARRIES
 # And behind these, if they have taken as many elements of it as it has.
 _SELECTS = frozenset(
     {
@@ -63,9 +62,11 @@ _SELECTS = frozenset(
         "top_k",
     }
 )
-# These put values together.
-_JOINS = frozenset({"concatenate", "stack"})
-_FOLLOWED = _CARRIES | _FUNCTIONS | _ADDS
+_FOLLOWED = _CARRIES | _FUNCTIONS | SUMS
+# A state leads through these from one update to the next; through the linear ones also
+# to an update in a backward pass.
+_LINEAR = _CARRIES | _SELECTS | JOINS | SUMS
+_BETWEEN = _LINEAR | _FUNCTIONS
 # A walk that sees more nodes than this ends, and the value counts as state: a program
 # is analysed in a time that grows with its length, not with its square.
 _LONGEST_WALK = 4096
@@ -208,10 +209,10 @@ class _Walk:
             for other in [*node.inputs[:position], *node.inputs[position + 1 :]]:
                 if other.node < 0 or other.node not in self._made:
                     continue
-                is_sum = node.name in _ADDS and not (node.name == "sub" and position)
+                is_sum = node.name in SUMS and not (node.name == "sub" and position)
                 since = self._since(other.node) if is_sum else frozenset()
                 sign = -1 if node.name == "sub" else 1
-                for base in self.bases(old, node.name in _ADDS):
+                for base in self.bases(old, node.name in SUMS):
                     update = None
                     if other.node > base and self._is_old(base, node, size):
                         update = self._update(node, base, other.node)
@@ -287,7 +288,7 @@ class _Walk:
                 # The latest of many: what they are bases of goes on as a chain.
                 latest = sorted(found)[-_MOST_BASES:]
                 self._bases[key] = found & {-1, *latest}
-            elif node.name in _ADDS:
+            elif node.name in SUMS:
                 self._bases[key] = self._moved(node, functions) | {index}
         return self._bases[key]
 
@@ -365,7 +366,7 @@ class _Walk:
         So the components of a state are told apart that are updated one by one.
         """
         joined = self._nodes[node.inputs[0].node] if node.inputs[0].node >= 0 else node
-        if joined.name not in _JOINS or len(joined.inputs) != len(joined.eqn.invars):
+        if joined.name not in JOINS or len(joined.inputs) != len(joined.eqn.invars):
             return None
         of_stack = joined.name == "stack"
         dimension = joined.eqn.params["axis" if of_stack else "dimension"]
@@ -459,15 +460,13 @@ class _Walk:
         found: set[int] = set()
         for index in state:
             is_linear = is_backward(self._nodes[index])
-            carries = _CARRIES | _SELECTS | _JOINS | _ADDS
-            carries |= frozenset() if is_linear else _FUNCTIONS
             stack = [v.node for v in self._nodes[index].inputs]
             while stack:
                 source = stack.pop()
                 if source < 0 or source in found or source in state:
                     continue
                 node = self._nodes[source]
-                if node.name not in carries:
+                if node.name not in (_LINEAR if is_linear else _BETWEEN):
                     continue
                 count = len(node.eqn.outvars) if node.eqn is not None else 1
                 keys = (
@@ -476,7 +475,7 @@ class _Walk:
                     for functions in (False, not is_linear)
                 )
                 bases = frozenset().union(*(self._bases.get(k, ()) for k in keys))
-                if node.name in _JOINS:  # of the components of a state
+                if node.name in JOINS:  # of the components of a state
                     bases = bases.union(*map(self.bases, node.inputs))
                 if bases & (state | {-1}):
                     found.add(source)

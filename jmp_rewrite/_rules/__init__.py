@@ -2,6 +2,7 @@
 
 from jmp_rewrite._rules import table
 from jmp_rewrite._rules.attributes import (
+    ADDS,
     ARITHMETIC,
     CHOOSES,
     COMPARES,
@@ -12,6 +13,7 @@ from jmp_rewrite._rules.attributes import (
     EXACT,
     EXPONENTIALS,
     IDENTITIES,
+    JOINS,
     LINEAR,
     LOGARITHMS,
     MOVES,
@@ -19,6 +21,7 @@ from jmp_rewrite._rules.attributes import (
     ORDERS,
     PICKS,
     SELECTS,
+    SUMS,
     VIEWS,
 )
 from jmp_rewrite._rules.held import (
@@ -43,6 +46,7 @@ from jmp_rewrite._rules.table import (
 )
 
 __all__ = [
+    "ADDS",
     "ARITHMETIC",
     "CALLS",
     "CHOOSES",
@@ -57,6 +61,7 @@ __all__ = [
     "EXACT",
     "EXPONENTIALS",
     "IDENTITIES",
+    "JOINS",
     "LANES",
     "LEFT_ALONE",
     "LINEAR",
@@ -69,6 +74,7 @@ __all__ = [
     "RULES",
     "SELECTS",
     "SHARP",
+    "SUMS",
     "VIEWS",
     "default_rules",
     "dtype_name",

@@ -73,6 +73,13 @@ PICKS = frozenset(
     }
 )
 
+# These add values together, element by element; `add_any` adds cotangents.
+ADDS = frozenset({"add", "add_any"})
+SUMS = ADDS | {"sub"}
+
+# These put values beside each other.
+JOINS = frozenset({"concatenate", "stack"})
+
 # These ask which elements are the same.
 COMPARES = frozenset({"eq", "ne"})
 
@@ -82,7 +89,7 @@ CHOOSES = frozenset({"select_and_gather_add", "select_and_scatter_add"})
 
 # These ask which of two is the larger one.
 ORDERS = frozenset({"ge", "gt", "le", "lt"})
-COMPARISONS = COMPARES | ORDERS
+COMPARISONS = COMPARES | ORDERS | {"is_finite"}
 
 # These compute no new numbers: half operands make an exact half result.
 EXACT = frozenset(name for name, c in RULES.items() if c is Category.CLEAR)
