@@ -10,9 +10,10 @@ Values are numbered: two equations of one primitive, with the same parameters an
 operands of the same numbers, have results of the same numbers. What is equal has equal
 derivatives, too, but for `stop_gradient`: a step that returns a gradient may be jitted,
 checkpointed or scanned, and differentiated after that. So two calls with a `custom_jvp`
-are equal if their rules are, and with a `custom_vjp` none are. Other calls are looked
-into. A loop, a branch and a checkpoint are programs of their own, so that what a
-checkpoint computes once more stays computed once more.
+are equal if they and their rules are, with all that these have captured, and with a
+`custom_vjp` none are. Other calls are looked into. A loop, a branch and a checkpoint
+are programs of their own, so that what a checkpoint computes once more stays computed
+once more.
 """
 
 from __future__ import annotations
@@ -207,9 +208,8 @@ class _Numbers:
             known = self._table.get(key)
         except TypeError:  # a parameter that has no hash
             key = known = None
-        if known in self._with_rules and not _have_one_rule(
-            eqn, self._with_rules[known]
-        ):
+        ruled = self._with_rules.get(known)
+        if ruled is not None and not _are_one(eqn, ruled):
             key = known = None
         if known is not None and is_made:
             self.repeated |= multiplies
@@ -232,7 +232,9 @@ class _Numbers:
         """Returns the key of equal equations; None if there are none."""
         params = eqn.params
         if eqn.primitive.name == "custom_jvp_call" and _is_closed(eqn):
-            (jaxpr,) = held_jaxprs(eqn)  # its rule is looked at if all else is equal
+            (jaxpr,) = held_jaxprs(
+                eqn
+            )  # what it captured is looked at if its text is equal
             params = {"call_jaxpr": str(jaxpr)}
         elif held_jaxprs(eqn):
             return None
@@ -371,11 +373,49 @@ def _is_ruled_product(eqn: Any) -> bool:
     )
 
 
-def _have_one_rule(first: Any, second: Any) -> bool:
-    """Whether two calls with a `custom_jvp`, else equal, have equal derivatives."""
-    rules = _rule(first), _rule(second)
-    captured = zip(*map(_compat.constants, rules), strict=False)
-    return str(rules[0]) == str(rules[1]) and all(a is b for a, b in captured)
+def _are_one(first: Any, second: Any, assumed: frozenset[Any] = frozenset()) -> bool:
+    """Whether two calls with a `custom_jvp` compute the same, and their derivatives.
+
+    Args:
+      first: a call.
+      second: another, of operands of the same types.
+      assumed: texts of calls that are equal if these are: a rule may call itself.
+    """
+    pairs = list(zip(held_jaxprs(first), held_jaxprs(second), strict=True))
+    pairs.append((_rule(first), _rule(second)))
+    texts = tuple(str(one) for one, _ in pairs)
+    if texts != tuple(str(other) for _, other in pairs):
+        return False
+    if texts in assumed:
+        return True
+    return all(_hold_the_same(*pair, assumed | {texts}) for pair in pairs)
+
+
+def _hold_the_same(first: Any, second: Any, assumed: frozenset[Any]) -> bool:
+    """Whether jaxprs of one text have captured the same arrays and functions."""
+    captured = zip(*map(_compat.constants, (first, second)), strict=True)
+    if not all(one is other for one, other in captured):
+        return False
+    bodies = (_compat.open_jaxpr(jaxpr).eqns for jaxpr in (first, second))
+    for one, other in zip(*bodies, strict=True):
+        if one.primitive.name == "custom_jvp_call":
+            if not _are_one(one, other, assumed):
+                return False
+            continue
+        held = zip(held_jaxprs(one), held_jaxprs(other), strict=True)
+        rest = one.params.keys() - held_parameters(one.primitive.name)
+        if not all(_hold_the_same(*pair, assumed) for pair in held):
+            return False
+        if not all(_is_equal(one.params[k], other.params[k]) for k in rest):
+            return False
+    return True
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    try:
+        return bool(first == second)
+    except ValueError:  # arrays
+        return False
 
 
 def _rule(eqn: Any) -> Any:

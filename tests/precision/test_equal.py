@@ -296,6 +296,64 @@ def test_a_step_with_forces_is_differentiated_as_it_is(twice, outside):
     assert relative_error(found, right) < 2**-5
 
 
+def times(table):
+    """A gain without a derivative, in a function that is jitted."""
+
+    @jax.custom_jvp
+    def scaled(x):
+        return jax.jit(lambda x: x * table)(x)
+
+    scaled.defjvp(lambda read, moved: (scaled(*read), moved[0]))
+    return scaled
+
+
+def with_gradient(table):
+    """The other way round."""
+
+    @jax.custom_jvp
+    def passed(x):
+        return jnp.tanh(x)
+
+    passed.defjvp(
+        lambda read, moved: (passed(*read), jax.jit(lambda t: t * table)(moved[0]))
+    )
+    return passed
+
+
+@pytest.mark.parametrize("made", [times, with_gradient])
+def test_what_differs_in_what_a_jitted_function_captured_is_not_equal(made):
+    (w, v), x = weights((D, D), (D, D)), jnp.asarray(normal(T, D))
+    first, second = (made(jnp.asarray(normal(T, D, seed=seed))) for seed in (1, 2))
+
+    def loss(w, v, x):
+        def network(activation, x):
+            return activation(x @ w) @ v
+
+        forces = jax.grad(lambda x: jnp.square(network(first, x)).sum())(x)
+        both = network(first, x) * jnp.sin(network(second, x))
+        return both.mean() + 0.01 * jnp.square(forces).mean()
+
+    half = mixed_precision(loss, "mixed_bfloat16")
+    assert relative_error(jax.jit(half)(w, v, x), loss(w, v, x)) < 2**-5
+    found, right = (jax.grad(f)(w, v, x) for f in (jax.jit(half), loss))
+    assert relative_error(found, right) < 2**-5
+
+
+def test_equal_calls_of_one_rule_are_computed_once():
+    """The rule calls a jitted function, and itself."""
+    (w,), x = weights((D, F)), jnp.asarray(normal(T, D))
+    scaled = times(jnp.asarray(normal(T, F)))
+
+    def loss(w, x):
+        return jnp.square(scaled(x @ w)).mean()
+
+    def step(w, x):
+        return jax.grad(loss)(w, x), loss(w, x)
+
+    before, after = once(step, w, x)
+    assert len(eqns(after, "dot_general")) < len(eqns(before, "dot_general"))
+
+
 def test_results_without_a_name_can_be_read():
     """The second copy of what has several results may read more of them."""
 
