@@ -208,7 +208,7 @@ class _Numbers:
             known = self._table.get(key)
         except TypeError:  # a parameter that has no hash
             key = known = None
-        ruled = self._with_rules.get(known)
+        ruled = None if known is None else self._with_rules.get(known)
         if ruled is not None and not _are_one(eqn, ruled):
             key = known = None
         if known is not None and is_made:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -40,6 +43,9 @@ from jmp_rewrite._inference.places import (
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import Plan, lookups
 from jmp_rewrite._source import check_kind, name_of, where
+
+# What a function raises that does not take an array of this dtype.
+_REFUSALS = (AssertionError, TypeError, ValueError)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,6 +111,22 @@ def for_inference(
     return Inference(fun, policy, weights, state)
 
 
+class _Call(NamedTuple):
+    """A call as it was traced.
+
+    Attributes:
+      traced: it, with all that is stored as float32.
+      leaves: its arrays.
+      types: of each, what the function was traced with.
+      kept: number of a result -> of the array whose place it takes in the next call.
+    """
+
+    traced: _rewrite.Traced
+    leaves: list[Leaf]
+    types: list[Any]
+    kept: dict[int, int]
+
+
 class _Program(NamedTuple):
     """A call, made ready to run.
 
@@ -133,16 +155,25 @@ class _Program(NamedTuple):
         number = self.first + leaf
         return number in self.stored.why_not and number not in self.stored.unread
 
-    def is_widened(self, leaf: int) -> bool:
-        """Whether an array comes in half, where the program takes float32."""
-        is_full = self.first + leaf in self.stored.why_not
-        return is_full and is_half(self.leaves[leaf].value)
-
     @property
     def returned(self) -> list[Any]:
         """The dtypes of the results that take no array's place."""
         avals = self.traced.closed.out_avals
         return [a.dtype for i, a in enumerate(avals) if i not in self.kept]
+
+    def may_be_half(self) -> bool:
+        """Whether all weights came in half, and not all would be stored."""
+        of_weights = [
+            (i, x.value) for i, x in enumerate(self.leaves) if x.kind is not None
+        ]
+        if any(is_float32(x) for _, x in of_weights):
+            return False
+        return any(is_half(x) and self.is_read_full(i) for i, x in of_weights)
+
+    def is_widened(self, leaf: int) -> bool:
+        """Whether an array comes in half, where the program takes float32."""
+        is_full = self.first + leaf in self.stored.why_not
+        return is_full and is_half(self.leaves[leaf].value)
 
 
 class Inference(Generic[P, R]):
@@ -157,7 +188,6 @@ class Inference(Generic[P, R]):
         given = None if policy is None else as_policy(policy)
         self._policy = given if own is None else own  # an inner policy decides inside
         self._numbers = Numbers.of(plain, weights, state)
-        self._known: set[str] = set()  # paths of what was stored
         wraps(plain, self)  # type: ignore[arg-type]
         # So that `explain` and `diagnose` know the policy.
         self.decorated = _transform.Decorated(
@@ -169,7 +199,7 @@ class Inference(Generic[P, R]):
         policy = as_policy(self._policy)
         given, named = self._bound(args, kwargs)
         if policy.compute_dtype == FLOAT32:
-            self._leaves(policy, hide((given, named)), 0)
+            self._check_float32(policy, given, named)
             return _transform.mixed_precision(self._fun, policy)(*args, **kwargs)
         with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, finish):
             tree = hide((pargs, pkwargs))
@@ -188,11 +218,7 @@ class Inference(Generic[P, R]):
             return MethodType(self, instance)
         fun, policy = self._given
         behind = [n - 1 for n in weights], {n - 1: r for n, r in state.items()}
-        bound: Inference[..., Any] = Inference(
-            MethodType(fun, instance), policy, *behind
-        )
-        bound._known = self._known
-        return bound
+        return Inference(MethodType(fun, instance), policy, *behind)
 
     def store(self, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, ...]:
         """Returns the arguments, with weights and state in half where possible.
@@ -211,15 +237,14 @@ class Inference(Generic[P, R]):
             tree = show_types(hide((pargs, pkwargs)))
             hidden = len(pargs) - len(given)
             if policy.compute_dtype == FLOAT32:
-                self._leaves(policy, tree, hidden)
+                self._traced(policy, pure, tree, hidden)
                 return tuple(merged(show(tree[0])))[hidden:]
             program = self._program(policy, pure, tree, hidden)
             half = program.plan.half
-            self._known.update(
-                x.path for i, x in enumerate(program.leaves) if program.is_stored(i)
-            )
-            stored = [
-                _in_half(x.value, half) if program.is_stored(i) else x.value
+            values = {id(x.value): x.value for x in program.leaves}
+            narrow = functools.cache(lambda i: _in_half(values[i], half))
+            stored = [  # what stands in several places, as tied weights, stays one
+                narrow(id(x.value)) if program.is_stored(i) else x.value
                 for i, x in enumerate(program.leaves)
             ]
             new, _ = tree_util.tree_unflatten(tree_util.tree_structure(tree), stored)
@@ -238,7 +263,8 @@ class Inference(Generic[P, R]):
             tree = show_types(hide((pargs, pkwargs)))
             hidden = len(pargs) - len(given)
             if policy.compute_dtype == FLOAT32:
-                own = self._leaves(policy, tree, hidden)
+                leaves = self._traced(policy, pure, tree, hidden).leaves
+                own = (x for x in leaves if x.kind)
                 rows = [_row(x, x.value.dtype, "the policy is float32") for x in own]
             else:
                 program = self._program(policy, pure, tree, hidden)
@@ -277,19 +303,11 @@ class Inference(Generic[P, R]):
         check_call(self._fun, self._numbers, args)
         return self._hide(tuple(args), dict(kwargs))
 
-    def _leaves(self, policy: Policy, tree: Any, hidden: int) -> list[Leaf]:
-        """Returns the arrays of weights and state, once they are seen to be right."""
+    def _leaves(self, tree: Any, hidden: int) -> list[Leaf]:
+        """Returns the arrays of a call, once weights and state are seen to be some."""
         for number in (*self._numbers.weights, *self._numbers.state):
             self._check_arrays(number, tree[0][number + hidden])
-        own = [x for x in leaves_of(tree, self._numbers, hidden) if x.kind]
-        for leaf in own:
-            if is_half(leaf.value) and leaf.value.dtype != policy.compute_dtype:
-                raise ValueError(
-                    f"{leaf.path} of {name_of(self._fun)} is {leaf.value.dtype}, and "
-                    f"the policy is {policy!r}: it was stored under another policy. "
-                    "Give the float32 arrays to store(...) again."
-                )
-        return own
+        return leaves_of(tree, self._numbers, hidden)
 
     def _check_arrays(self, number: int, argument: Any) -> None:
         is_state = number in self._numbers.state
@@ -304,7 +322,62 @@ class Inference(Generic[P, R]):
                 f"{type(wrong[0]).__name__}."
             )
 
+    def _check_float32(self, policy: Policy, given: Any, named: Any) -> None:
+        """Checks a call under float32: nothing was stored for that."""
+        if any(is_half(x.value) for x in self._leaves(hide((given, named)), 0)):
+            with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, _):
+                tree = hide((pargs, pkwargs))
+                self._traced(policy, pure, tree, len(pargs) - len(given))
+
     # ---- the program
+
+    def _traced(
+        self,
+        policy: Policy,
+        pure: Any,
+        tree: Any,
+        hidden: int,
+        as_it_is: bool = False,
+    ) -> _Call:
+        """Traces a call with what is stored as float32.
+
+        What is half already among weights and state has been stored, but for what the
+        function does not take as float32: that is its own.
+
+        Args:
+          policy: of the function.
+          pure: the function of trees of arrays.
+          tree: its arguments.
+          hidden: how many arguments stand before those of the user's call.
+          as_it_is: whether all that is half is its own.
+        """
+        leaves = self._leaves(tree, hidden)
+        halves = [i for i, x in enumerate(leaves) if x.kind and is_half(x.value)]
+
+        def call(own: frozenset[int]) -> _Call:
+            widened = {*halves} - own
+            types = [
+                _type_of(x.value) if i in widened else x.value
+                for i, x in enumerate(leaves)
+            ]
+            shown = tree_util.tree_unflatten(tree_util.tree_structure(tree), types)
+            traced = _rewrite.trace_for(policy, pure, *shown)
+            kept = self._kept(traced, hidden)
+            traced = traced._replace(arrays=[x.value for x in leaves])
+            return _Call(traced, leaves, types, kept)
+
+        if as_it_is:
+            return call(frozenset(halves))
+        by_argument = itertools.groupby(halves, lambda i: leaves[i].number)
+        found, own = _with_own([list(each) for _, each in by_argument], call)
+        for leaf in (leaves[i] for i in halves if i not in own):
+            if leaf.value.dtype != policy.compute_dtype:
+                raise ValueError(
+                    f"{leaf.path} of {name_of(self._fun)} is {leaf.value.dtype}, and "
+                    f"the policy is {policy!r}: it counts as stored under another "
+                    "policy. Give the float32 arrays to store(...) again."
+                )
+        return found
 
     def _program(
         self,
@@ -316,10 +389,10 @@ class Inference(Generic[P, R]):
     ) -> _Program:
         """Traces a call with its weights and state in float32, and stores them.
 
-        What is half already has been stored, and is widened where this call reads it
-        unrounded: another shape may ask for that. But an argument's half arrays are the
-        function's own if it reads one unrounded that `store` has not made, and returns
-        other dtypes where it is given them as they are.
+        What is stored is widened where this call reads it unrounded: another shape, or
+        another function of the same weights, may ask for that. But a model of which all
+        weights are half is one of half weights, if it returns other dtypes then, and
+        some of them would not be stored here.
 
         Args:
           policy: of the function.
@@ -328,55 +401,32 @@ class Inference(Generic[P, R]):
           hidden: how many arguments stand before those of the user's call.
           as_given: whether to leave in float32 what comes in float32.
         """
-        stored = {x.number for x in self._leaves(policy, tree, hidden)}
-        program = self._made(policy, pure, tree, hidden, stored, as_given)
-        while own := {
-            x.number
-            for i, x in enumerate(program.leaves)
-            if is_half(x.value)
-            and program.is_read_full(i)
-            and x.path not in self._known
-        }:
-            try:
-                other = self._made(policy, pure, tree, hidden, stored - own, as_given)
-            except (TypeError, ValueError):  # it does not take them as they are
-                break
-            if other.returned == program.returned:
-                break
-            stored, program = stored - own, other
-        return program
+        program = self._stored(
+            policy, self._traced(policy, pure, tree, hidden), as_given
+        )
+        if not program.may_be_half():
+            return program
+        try:
+            call = self._traced(policy, pure, tree, hidden, as_it_is=True)
+        except _REFUSALS:
+            return program
+        other = self._stored(policy, call, as_given)
+        return program if other.returned == program.returned else other
 
-    def _made(
-        self,
-        policy: Policy,
-        pure: Any,
-        tree: Any,
-        hidden: int,
-        stored: set[int],
-        as_given: bool,
-    ) -> _Program:
-        leaves = leaves_of(tree, self._numbers, hidden)
-        shown = [
-            _type_of(x.value) if x.number in stored and is_half(x.value) else x.value
-            for x in leaves
-        ]
-        args, kwargs = tree_util.tree_unflatten(tree_util.tree_structure(tree), shown)
-        traced = _rewrite.trace_for(policy, pure, args, kwargs)
-        kept = self._kept(traced, hidden)
-        traced = traced._replace(arrays=[x.value for x in leaves])
-        plan = _rewrite.decide_traced(traced, policy)
-        first = len(_compat.constvars(traced.closed))
+    def _stored(self, policy: Policy, call: _Call, as_given: bool) -> _Program:
+        plan = _rewrite.decide_traced(call.traced, policy)
+        first = len(_compat.constvars(call.traced.closed))
         wanted = (
             i
-            for i, (x, t) in enumerate(zip(leaves, shown, strict=True))
+            for i, (x, t) in enumerate(zip(call.leaves, call.types, strict=True))
             if x.kind and is_float32(t) and not (as_given and is_float32(x.value))
         )
         storage = Storage(
             frozenset(first + i for i in wanted),
-            {r: first + i for r, i in kept.items()},
+            {r: first + i for r, i in call.kept.items()},
         )
         result = store(_rewrite.emitted(plan), plan.half, storage)
-        return _Program(traced, plan, result, leaves, first, kept)
+        return _Program(call.traced, plan, result, call.leaves, first, call.kept)
 
     def _kept(self, traced: _rewrite.Traced, hidden: int) -> dict[int, int]:
         """Returns for each result that takes a place in the next call the leaf's."""
@@ -424,6 +474,46 @@ def _run(program: _Program) -> list[Any]:
     return [_in_half(x, half) if i in widened else x for i, x in enumerate(results)]
 
 
+def _with_own(
+    arguments: Iterable[Sequence[int]], call: Callable[[frozenset[int]], _Call]
+) -> tuple[_Call, frozenset[int]]:
+    """Traces a call with the fewest half arrays as they are, and returns them.
+
+    Args:
+      arguments: of each argument the numbers of its half arrays.
+      call: traces it, given those that stay as they are.
+
+    Raises:
+      Exception: what the function raises on float32 arrays, if it does not take half
+        ones either.
+    """
+    try:
+        return call(frozenset()), frozenset()
+    except _REFUSALS as error:
+        refusal = error
+
+    def attempt(*own: int) -> _Call | None:
+        try:
+            return call(frozenset(own))
+        except _REFUSALS:
+            return None
+
+    several = [*arguments, list(itertools.chain(*arguments))]
+    taken = [each for each in several if attempt(*each) is not None]
+    if not taken:
+        raise refusal
+    left, own = taken[0], set[int]()
+    while (found := attempt(*own)) is None:  # one more of those that are left
+        fewest = bisect.bisect_left(
+            range(1, len(left)),
+            True,
+            key=lambda n: attempt(*own, *left[:n]) is not None,
+        )
+        own.add(left[fewest])
+        left = left[:fewest]
+    return found, frozenset(own)
+
+
 def _in_half(x: Any, half: np.dtype) -> Any:
     if x.dtype == half:
         return x
@@ -468,7 +558,7 @@ def _rows(program: _Program) -> list[_report.Leaf]:
 
 def _row(leaf: Leaf, dtype: Any, reason: str, is_stored: bool = False) -> _report.Leaf:
     before = FLOAT32 if is_stored else leaf.value.dtype
-    size = int(np.prod(leaf.value.shape))
+    size = math.prod(leaf.value.shape)
     return _report.Leaf(
         leaf.path,
         leaf.kind or "",

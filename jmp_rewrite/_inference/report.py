@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from jmp_rewrite._units import bytes_text
@@ -65,15 +66,15 @@ class InferenceReport:
     def kept(self) -> tuple[Leaf, ...]:
         """The leaves that stay as they are, the largest first."""
         kept = (x for x in self.leaves if x.after == x.before)
-        return tuple(sorted(kept, key=lambda x: -x.bytes_before))
+        return tuple(sorted(kept, key=_order))
 
     def __str__(self) -> str:
         lines = [f"{self.name} for inference under {self.policy}", ""]
         for kind, title in (("weight", "weights"), ("state", "state")):
             own = [x for x in self.leaves if x.kind == kind]
             if own:
-                before = bytes_text(sum(x.bytes_before for x in own))
-                after = bytes_text(sum(x.bytes_after for x in own))
+                before = _bytes_text(sum(x.bytes_before for x in own))
+                after = _bytes_text(sum(x.bytes_after for x in own))
                 count = sum(x.after != x.before for x in own)
                 lines.append(
                     f"  {title:8} {before} -> {after}, "
@@ -87,3 +88,14 @@ class InferenceReport:
                 for x in self.kept
             ]
         return "\n".join(lines)
+
+
+def _order(leaf: Leaf) -> float:
+    """The largest first; a size of symbolic dimensions may be any."""
+    size = leaf.bytes_before
+    return -size if isinstance(size, int) else -math.inf
+
+
+def _bytes_text(size: int) -> str:
+    """Returns bytes with a prefix; of symbolic dimensions their expression."""
+    return bytes_text(size) if isinstance(size, int) else f"{size} B"

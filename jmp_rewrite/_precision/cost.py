@@ -49,6 +49,7 @@ from jmp_rewrite._rules import (
     MOVES,
     PICKS,
     PRODUCTS,
+    TAKES_APART,
     VIEWS,
     Category,
 )
@@ -118,9 +119,6 @@ _SHARES = frozenset({"convert_element_type", "div", "mul", "select_n"})
 _SUMS = frozenset({"reduce_sum", "reduce_window_sum"})
 # How an average comes back to what it is one of.
 _ENLARGE = frozenset({"add", "broadcast_in_dim", "div", "mul", "sub"})
-
-# What reads a part of its operand.
-TAKES_APART = frozenset({"dynamic_slice", "slice", "split", "unstack"})
 
 
 def storage(graph: Graph, pins: Pins) -> Storage:

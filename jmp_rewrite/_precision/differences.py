@@ -8,11 +8,13 @@ is added, or not at all. One that counts by its own size, as `1 - exp(-a)` of a 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import EITHER, Graph, Node, is_backward, reached
+from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_backward, reached
 from jmp_rewrite._precision.origins import VIEWS, is_indicator, leads_to_product
 from jmp_rewrite._precision.shares import summed_along
 from jmp_rewrite._precision.signs import nonnegative
@@ -29,7 +31,14 @@ from jmp_rewrite._precision.terms import (
     terms_of,
     turned_cotangents,
 )
-from jmp_rewrite._rules import COPIES, EXPONENTIALS, LOGARITHMS, PICKS, SUMS
+from jmp_rewrite._rules import (
+    COPIES,
+    EXPONENTIALS,
+    LOGARITHMS,
+    PICKS,
+    SUMS,
+    TAKES_APART,
+)
 
 # Half an epsilon of float16. A number up to that keeps a quotient finite.
 _GUARD = 2.0**-11
@@ -46,6 +55,8 @@ _KEEPS_RELATIVE = (
         "square",
     }
 )
+# A gradient is the same one behind these.
+_SAME_GRADIENT = SCALES | VIEWS | TAKES_APART | {"clamp", "max", "min"}
 _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 
 
@@ -98,14 +109,14 @@ def differences(
         elif is_backward(node) and _projects(node, graph):
             follow_back(node, promoted, graph, found, ends)
             continue
+        if _is_of_two(gradients, node, graph):
+            follow_back(node, promoted, graph, found, products)
         if node.name in LOGARITHMS or _is_log_of_difference(node, positive):
             follow_back(node, promoted, graph, found, ends, near=True)
         elif _adds_number(node, positive):
             if in_loss or node.index in relative:
                 follow_back(node, promoted, graph, found, ends)
         elif _is_difference(node, graph):
-            if _is_of_two(gradients, node, graph):
-                follow_back(node, promoted, graph, found, products)
             exact = [v for v in node.inputs if is_exact(v, graph, made)]
             known = bool(exact) or any(node.literals.values())
             beside = any(v.made_of_data for v in exact)
@@ -125,10 +136,46 @@ def differences(
 
 
 def _is_of_two(gradients: set[int], node: Node, graph: Graph) -> bool:
-    """Whether a difference is of two gradients, as of two phases that contrast."""
-    views = SCALES | VIEWS
-    sources = {source_of(v, graph, views, gradients).node for v in node.inputs}
-    return len(sources) == 2 and sources <= gradients
+    """Whether a difference is of two gradients, as of two phases that contrast.
+
+    A sum of one and of the negative of the other is such a difference, too.
+    """
+    if node.name not in SUMS or len(node.inputs) != 2:
+        return False
+    if node.name != "sub" and is_backward(node):
+        return False
+    first, second = (_gradient(v, gradients, graph) for v in node.inputs)
+    if first is None or second is None or first[:2] == second[:2]:
+        return False
+    return node.name == "sub" or first[2] != second[2]
+
+
+def _gradient(
+    value: Value, gradients: set[int], graph: Graph
+) -> tuple[int, Hashable, int] | None:
+    """Returns which gradient, and which part of it, a value is, scaled and bounded.
+
+    With it comes its sign; None if it is none.
+    """
+    parts: tuple[Hashable, ...] = ()
+    sign = 1
+    while value.node not in gradients:
+        node = graph.nodes[value.node] if value.node >= 0 else None
+        if node is None or node.name not in _SAME_GRADIENT:
+            return None
+        large = [v for v in node.inputs if v.size == value.size or v.size > 1]
+        if len(large) != 1:
+            return None
+        if node.name in TAKES_APART:
+            parts = (*parts, (str(node.eqn.params), value.result))
+        if node.name == "neg" or any(np.any(x < 0) for x in _factors(node)):
+            sign = -sign
+        (value,) = large
+    return value.node, parts, sign
+
+
+def _factors(node: Node) -> Iterable[Any]:
+    return node.literals.values() if node.name in ("div", "mul") else ()
 
 
 def _projects(node: Node, graph: Graph) -> bool:

@@ -22,6 +22,7 @@ from jmp_rewrite._rules.attributes import (
     PICKS,
     SELECTS,
     SUMS,
+    TAKES_APART,
     VIEWS,
 )
 from jmp_rewrite._rules.held import (
@@ -75,6 +76,7 @@ __all__ = [
     "SELECTS",
     "SHARP",
     "SUMS",
+    "TAKES_APART",
     "VIEWS",
     "default_rules",
     "dtype_name",

@@ -80,6 +80,9 @@ SUMS = ADDS | {"sub"}
 # These put values beside each other.
 JOINS = frozenset({"concatenate", "stack"})
 
+# These read parts of their operand.
+TAKES_APART = frozenset({"dynamic_slice", "slice", "split", "unstack"})
+
 # These ask which elements are the same.
 COMPARES = frozenset({"eq", "ne"})
 

@@ -214,6 +214,76 @@ def test_half_weights_stay():
     same_bits(stored[0], params)
 
 
+def cached(w, cache, x, at):
+    """A cache that the program keeps in bfloat16 itself."""
+    key = (x @ w["key"]).astype(jnp.bfloat16)
+    cache = jax.lax.dynamic_update_slice(cache, key[None], (at, 0))
+    scores = jax.nn.softmax((x @ w["query"]) @ cache.T.astype(jnp.float32))
+    return cache, scores @ cache.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "float32"])
+def test_half_arrays_of_the_functions_own(policy):
+    """It does not take them as float32; beside them weights are stored."""
+    w = {"key": random(16, 16), "query": random(16, 16)}
+    args = w, jnp.zeros((8, 16), jnp.bfloat16), random(16), 3
+    want = jax.jit(mixed_precision(cached, policy))(*args)
+    serve = for_inference(cached, policy, state={1: 0})
+    stored = serve.store(*args)
+    half = HALF.get(policy, "float32")
+    assert dtypes(stored[0]) == [half, half] and stored[1].dtype == jnp.bfloat16
+    elsewhere = for_inference(cached, policy, state={1: 0})
+    for given in (args, stored):
+        same_bits(jax.jit(serve)(*given), want)
+        same_bits(jax.jit(elsewhere)(*given), want)
+    report = serve.report(*args)
+    assert report.leaves[-1].before == report.leaves[-1].after == "bfloat16"
+
+
+def test_what_a_function_takes_in_no_dtype():
+    serve = for_inference(lambda w, x: jax.lax.dot(x, w), BF16)
+    with pytest.raises(ValueError, match=r"lhs_shape=\(4, 3\) rhs_shape=\(2, 4\)"):
+        serve(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3)))
+
+
+def test_one_array_in_two_places_is_stored_once():
+    def fun(w, x):
+        return jnp.tanh(x @ w["in"]) @ w["out"].T
+
+    tied = random(16, 16)
+    stored, _ = for_inference(fun, BF16).store({"in": tied, "out": tied}, random(4, 16))
+    assert stored["in"] is stored["out"] and stored["in"].dtype == jnp.bfloat16
+
+
+def test_two_functions_share_stored_weights():
+    """What one has stored, another one may read unrounded."""
+
+    def prefill(w, x):
+        return x @ w["table"].T * w["scale"]
+
+    def decode(w, tokens):
+        h = w["table"][tokens] * w["scale"][:, :16]
+        return w["table"] @ (h * jax.lax.rsqrt(jnp.square(h).mean()))[0]
+
+    w, tokens = {"scale": jnp.ones((1, 20)), "table": random(20, 16)}, jnp.arange(3)
+    stored, _ = for_inference(prefill, BF16).store(w, random(8, 16))
+    assert dtypes(stored) == ["float32", "bfloat16"]
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float32), stored)
+    serve = jax.jit(for_inference(decode, BF16))
+    same_bits(serve(stored, tokens), serve(rounded, tokens))
+
+
+def test_a_report_of_symbolic_shapes():
+    rows, length = jax.export.symbolic_shape("b, t")
+    cache, x = (jax.ShapeDtypeStruct((n, 16), jnp.float32) for n in (length, rows))
+
+    def fun(w, cache, x):
+        return cache + 1, jax.nn.softmax(x @ w @ cache.T) @ cache
+
+    serve = for_inference(fun, BF16, state={1: 0})
+    assert "state    64*t B -> 64*t B" in str(serve.report(random(16, 16), cache, x))
+
+
 # ---- other shapes than those of `store`
 
 

@@ -1,5 +1,7 @@
 """The law of accuracy over what all but cancels, behind what moves, picks or guards."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,10 +121,35 @@ def phases(w, a, b, h):
     return tuple(map(jnp.subtract, clamped, free))
 
 
-@pytest.mark.parametrize("fun", [divergence, phases])
+def _contrasted(w, a, b, v):
+    gradient = jax.grad(free_energy, argnums=(0, 1, 2))
+    return gradient(w, a, b, v), gradient(w, a, b, v + f32(0.02) * jnp.sin(9 * v))
+
+
+def weighted(*args):
+    """With the sign in a factor."""
+    mix = functools.partial(jax.tree.map, lambda g, h: f32(0.5) * g + f32(-0.5) * h)
+    return mix(*_contrasted(*args))
+
+
+def bounded(*args):
+    def clip(gradients):
+        return jax.tree.map(lambda g: jnp.clip(g, -f32(1), f32(1)), gradients)
+
+    return jax.tree.map(jnp.subtract, *map(clip, _contrasted(*args)))
+
+
+def batched(w, a, b, v):
+    """Rows of one gradient."""
+    gradient = jax.vmap(jax.grad(free_energy, argnums=(0, 1, 2)), (None,) * 3 + (0,))
+    both = gradient(w, a, b, jnp.stack([v, v + f32(0.02) * jnp.sin(9 * v)]))
+    return jax.tree.map(lambda g: g[0] - g[1], both)
+
+
+@pytest.mark.parametrize("fun", [divergence, phases, weighted, bounded, batched])
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_two_gradients_that_contrast_are_unrounded(fun, device):
-    columns = 16 if fun is divergence else 8
+    columns = 8 if fun is phases else 16
 
     def draw(rng):
         w = normal(rng, 8, columns, scale=0.4)
