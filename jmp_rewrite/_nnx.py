@@ -131,12 +131,32 @@ def split(
 
         return _split((_modules_only((args, kwargs), is_written), result))
 
+    modules = _modules((args, kwargs))
+
     def finish(results: Any) -> Any:
-        return _merge(results, is_inner=False)[1]
+        with _unchanged_on_error(modules):
+            return _merge(results, is_inner=False)[1]
 
     with nnx.update_context(_TAG):
         args, kwargs = _split((args, kwargs))
         yield wraps(call, pure), args, kwargs, finish
+
+
+@contextlib.contextmanager
+def _unchanged_on_error(modules: Any) -> Iterator[None]:
+    """Leaves modules as they were if NNX does not let them be changed.
+
+    It takes their attributes away before it finds that they belong to an outer trace.
+    """
+    nodes = (node for _, node in nnx.iter_graph(modules) if isinstance(node, _PYTREE))
+    before = [(node, dict(vars(node))) for node in nodes]
+    try:
+        yield
+    except BaseException:
+        for node, attributes in before:
+            vars(node).clear()
+            vars(node).update(attributes)
+        raise
 
 
 def _split(tree: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._passes.by_device import GPU, Where
+from jmp_rewrite._passes.by_device import BY_DEVICE, GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import (
     FLOAT32,
@@ -16,6 +16,8 @@ from jmp_rewrite._passes.match import (
     is_float32,
     is_half_product,
     is_no_product,
+    makers,
+    uses,
 )
 from jmp_rewrite._rules import DECOMPOSITIONS, PRODUCTS, SUMS
 
@@ -108,30 +110,62 @@ def _last(body: Body, var: Any) -> tuple[Any, tuple[int, ...]]:
     return var, order
 
 
-# What adds up, or contrasts, a weight's gradients, and what stands before it.
-_BETWEEN = frozenset({"add_any", "by_device", "convert_element_type", "transpose"})
+# What stands between a weight's gradients and what adds them up, or contrasts them.
+_SAME = frozenset(
+    {"by_device", "clamp", "convert_element_type", "max", "min", "neg", "transpose"}
+)
+_SCALES = frozenset({"div", "mul"})
 
 
 def _is_term(body: Body, var: Any) -> bool:
     """Whether a gradient is added to another one that a product has made."""
-    readers = [body.eqns[at] for at, _ in body.reads(var) if at >= 0]
-    stack = [
-        other
-        for eqn in readers
-        if eqn.primitive.name in SUMS
-        for other in eqn.invars
-        if other is not var
-    ]
+    stack = [(body, var)]
     while stack:
-        index = body.maker.get(stack.pop(), -1)
-        if index < 0:
-            continue
-        eqn = body.eqns[index]
-        if eqn.primitive.name in PRODUCTS:
-            return True
-        if eqn.primitive.name in _BETWEEN:
-            stack += [v for v in eqn.invars[:2] if not hasattr(v, "val")]
+        for inner, index, position in uses(*stack.pop()):
+            if index < 0:
+                continue
+            eqn = inner.eqns[index]
+            if eqn.primitive.name in SUMS:
+                others = [v for i, v in enumerate(eqn.invars) if i != position]
+                if any(_is_gradient(inner, other) for other in others):
+                    return True
+            elif _is_same(eqn, position):
+                out = eqn.outvars[position if eqn.primitive is BY_DEVICE else 0]
+                stack.append((inner, out))
     return False
+
+
+def _is_gradient(body: Body, atom: Any) -> bool:
+    """Whether a product has made a value, or one of the gradients that it adds up."""
+    stack = [(body, atom)]
+    while stack:
+        body, atom = stack.pop()
+        if hasattr(atom, "val"):
+            continue
+        for inner, index in makers(body, atom):
+            if index < 0:
+                continue
+            eqn = inner.eqns[index]
+            if eqn.primitive.name in PRODUCTS:
+                return True
+            is_sum = eqn.primitive.name == "add_any"
+            read = [v for i, v in enumerate(eqn.invars) if is_sum or _is_same(eqn, i)]
+            stack += [(inner, v) for v in read[:2]]
+    return False
+
+
+def _is_same(eqn: Any, position: int) -> bool:
+    """Whether an equation moves, scales or bounds an operand."""
+    if eqn.primitive is BY_DEVICE:
+        return position < int(eqn.params["results"])
+    name, read = eqn.primitive.name, eqn.invars[position]
+    if name in _SCALES:
+        return not any(
+            _is_array(v) and not hasattr(v, "val")
+            for i, v in enumerate(eqn.invars)
+            if i != position
+        )
+    return name in _SAME and _is_array(read) and not hasattr(read, "val")
 
 
 def _rounded(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -224,6 +225,23 @@ def test_what_a_partial_was_given_are_arguments(partial_of):
     named = {"x": X} if "net" in part.keywords else {}
     found = mixed_precision(part, BF16)(*([] if named else [X]), **named)
     assert relative_error(found, Net()(X)) < 8 * EPS[BF16]
+    assert net.calls[...] == 1
+
+
+@pytest.mark.parametrize(
+    "closed_over",
+    [
+        lambda net: nnx.jit(mixed_precision(functools.partial(call, net), BF16)),
+        lambda net: jax.jit(mixed_precision(net, BF16)),
+        lambda net: jax.jit(lambda x: mixed_precision(call, BF16)(net, x)),
+    ],
+)
+def test_a_module_that_must_not_be_changed_stays_as_it_was(closed_over):
+    """It counts its calls, and belongs to the trace outside."""
+    net = Net()
+    with pytest.raises(flax.errors.TraceContextError):
+        closed_over(net)(X)
+    assert relative_error(net(X), Net()(X)) == 0
     assert net.calls[...] == 1
 
 

@@ -724,6 +724,30 @@ def test_a_gradient_that_a_decomposition_reads_is_not_rounded():
     assert rounds(lambda w, x: w - gradient(w, x)) and not rounds(solved)
 
 
+@pytest.mark.parametrize(
+    "contrast",
+    [
+        lambda of, w, v: of(w, w) - of(w, v),
+        lambda of, w, v: 0.5 * of(w, w) - 0.5 * of(w, v),
+        lambda of, w, v: jnp.clip(of(w, w), -1, 1) - jnp.clip(of(w, v), -1, 1),
+        lambda of, w, v: jax.jit(of)(w, w) - jax.jit(of)(w, v),
+        lambda of, w, v: jax.jit(jnp.subtract)(of(w, w), of(w, v)),
+    ],
+)
+def test_gradients_that_contrast_are_not_rounded(contrast):
+    w, x = jnp.asarray(normal(D, D)), jnp.asarray(normal(T, D))
+
+    def gradient(w, v):
+        return jax.grad(lambda w: jnp.square(jnp.tanh(x @ w) @ v).mean())(w)
+
+    def rounds(fun):
+        half = mixed_precision(fun, "mixed_bfloat16")
+        return bool(choices(jax.make_jaxpr(half)(w), "round_last_gradients"))
+
+    assert rounds(lambda w: w - gradient(w, w))
+    assert not rounds(lambda w: w - contrast(gradient, w, 1.01 * w))
+
+
 @pytest.mark.slow
 def test_a_rounded_product_is_mapped_and_differentiated():
     step, params, x = step_of(jax.nn.relu, biased=False)
