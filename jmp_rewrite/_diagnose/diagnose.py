@@ -205,7 +205,7 @@ def _diagnosis(
     name: str, program: _Program, policy: Policy, tolerance: float
 ) -> Diagnosis:
     traced = program.traced
-    paths = parameters.argument_paths(traced.arguments)
+    names = _argument_names(traced.arguments)
     with stage(f"running {name} in float32 and under {policy!r}, side by side"):
         closed, consts, numbers = program.rewritten(policy)
         arrays = _fresh(traced.arrays)
@@ -219,33 +219,43 @@ def _diagnosis(
         reference.shaken(program.reference)
     errors = reference.errors(values)
     del values
-    findings, magnitudes = findings_of(shadow, paths)
+    findings, magnitudes = findings_of(shadow, names)
     harmed: dict[int, float] = {}
     for row, error in zip(rows, errors, strict=True):
         if row >= 0:
             harmed[row] = max(harmed.get(row, 0.0), _as_counted(error))
-    names = [path or "result" for path in traced.result_paths]
+    results = _told_apart([path or "result" for path in traced.result_paths])
     spoilt = [r for r, bad in zip(rows, reference.is_spoilt, strict=True) if bad]
     if shadow.endless:  # no result ever comes
         errors = [float("inf")] * len(errors)
-    names = _told_apart(names)
     return Diagnosis(
         name=name,
         diagnosed=policy,
         equations=[f for f in blame(findings, harmed) if f.counts],
-        results=dict(zip(names, errors, strict=True)),
-        noise=[n for n, bad in zip(names, reference.is_noise, strict=True) if bad],
+        results=dict(zip(results, errors, strict=True)),
+        noise=[n for n, bad in zip(results, reference.is_noise, strict=True) if bad],
         tolerance=tolerance,
         spoilt=_first_spoilt(findings, spoilt),
         is_spoilt=bool(spoilt),
         endless=[_endless(*loop, policy.compute_dtype.name) for loop in shadow.endless],
-        spoilt_arguments=_spoilt_arguments(traced.arrays, paths),
+        spoilt_arguments=_spoilt_arguments(traced.arrays, names),
         gradients=magnitudes,
         loss_scale=_loss_scale(traced.arguments),
         in_order=findings,
-        paths=paths,
+        paths=parameters.argument_paths(traced.arguments),
         run=lambda other: max(reference.errors(program.run(other)), default=0.0),
     )
+
+
+def _argument_names(arguments: Any) -> list[str]:
+    """Returns the path of each array in its argument, or which argument it is."""
+    keys = [path for path, _ in jax.tree.leaves_with_path(arguments)]
+    return [
+        "optimizer state"
+        if path is None
+        else path or f"argument {parameters.key_names(key[1])[0]}"
+        for path, key in zip(parameters.argument_paths(arguments), keys, strict=True)
+    ]
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:
@@ -282,12 +292,8 @@ def _first_spoilt(
     return findings[min(seen)] if seen else None
 
 
-def _spoilt_arguments(arrays: Sequence[Any], paths: Sequence[str | None]) -> list[str]:
-    """Returns the paths of the arguments that hold Inf or NaN."""
-    names = [
-        "optimizer state" if path is None else path or f"argument {number}"
-        for number, path in enumerate(paths)
-    ]
+def _spoilt_arguments(arrays: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """Returns the names of the arguments that hold Inf or NaN."""
     spoilt = [n for n, x in zip(names, arrays, strict=True) if not is_finite(x)]
     return list(dict.fromkeys(spoilt))
 

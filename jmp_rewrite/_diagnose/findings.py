@@ -14,13 +14,13 @@ from jmp_rewrite._source import Line, Lines
 
 
 def findings_of(
-    shadow: Shadow, paths: Sequence[str | None]
+    shadow: Shadow, names: Sequence[str]
 ) -> tuple[list[Finding], np.ndarray]:
     """Returns the findings in program order, and the exponents of the backward pass.
 
     Args:
       shadow: what has run.
-      paths: of each argument the path in its tree; None for optimizer state.
+      names: of each argument, as a person knows it.
 
     Returns:
       The findings; and f32[80], as `distance.exponents` counts them.
@@ -30,7 +30,7 @@ def findings_of(
     findings: list[Finding] = []
     for index, row in enumerate(shadow.rows):
         found = counted.get(index)
-        finding = _finding(index, row, findings, paths, lines)
+        finding = _finding(index, row, findings, names, lines)
         if found is not None:
             finding = finding.replace(
                 counts=Counts(*map(float, found[0])),
@@ -44,12 +44,11 @@ def _finding(
     index: int,
     row: Row,
     before: Sequence[Finding],
-    paths: Sequence[str | None],
+    names: Sequence[str],
     lines: Lines,
 ) -> Finding:
     if row.kind == "argument":
-        name = paths[row.of] or f"argument {row.of}"
-        return Finding(index, name, Line(), kind="argument", of=row.of)
+        return Finding(index, names[row.of], Line(), kind="argument", of=row.of)
     finding = Finding(
         index,
         row.eqn.primitive.name,

@@ -31,6 +31,7 @@ from jmp_rewrite._diagnose.states import (
     is_traced,
     types_of,
 )
+from jmp_rewrite._rules import held_jaxprs
 
 # Once one of program and shadow has left a `while`, the other goes on for so many times
 # as many iterations, and so many more: it may never leave.
@@ -51,11 +52,19 @@ def scan(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
         outs = e.evaluate(eqn.params["jaxpr"], own)
         return carry.leave(outs[:num_carry]), outs[num_carry:]
 
-    few = 0 < eqn.params["length"] <= e.few
+    few = 0 < _iterations(eqn) <= e.few
     arrays = [p.arrays() for p in xs]
     run = _few if few and not is_traced((carry.start, arrays)) else _many
     states, stacked = run(e, eqn, step, carry.start, arrays)
     return [*carry.results(states), *stacked]
+
+
+def _iterations(eqn: Any) -> int:
+    """Returns how often what an equation holds runs, with the scans in it."""
+    bodies = map(_compat.open_jaxpr, held_jaxprs(eqn))
+    inside = [_iterations(e) for body in bodies for e in body.eqns if held_jaxprs(e)]
+    length = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
+    return length * max(inside, default=1)
 
 
 def _few(

@@ -36,8 +36,9 @@ from jmp_rewrite._rules import MOVES, PRODUCTS, VIEWS, held_jaxprs
 from jmp_rewrite._source import Caller
 
 _SAME_NUMBERS = MOVES | VIEWS
-# A loop of so many iterations runs equation by equation. Compiling one with all that is
-# counted took as long as 100 iterations of it (an Adam step of 150 equations, 2 cores).
+# A loop of so many iterations, with those in it, runs equation by equation. Compiling
+# one with all that is counted took as long as 100 iterations of it (an Adam step of 150
+# equations, 2 cores).
 FEW = 64
 
 
@@ -48,7 +49,7 @@ class Shadow:
       rows: all rows, in program order.
       frame: what is counted in the jaxpr that runs now.
       axes: mesh axes of the `shard_map` around that checks what varies over them.
-      few: how many iterations of a loop run equation by equation.
+      few: how many iterations of a loop, with those in it, run equation by equation.
       endless: loops that the program was still in when it was stopped, each with the
         iterations of the program and of its shadow.
     """

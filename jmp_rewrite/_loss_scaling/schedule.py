@@ -61,7 +61,9 @@ def _next_scale(
 
 
 def check_loss_scale(loss_scale: Any) -> None:
-    if loss_scale is None or is_value(loss_scale) or loss_scale == "dynamic":
+    if is_value(loss_scale):
+        return _check_shape("loss_scale", loss_scale)
+    if loss_scale is None or loss_scale == "dynamic":
         return
     if not _is_number(loss_scale):
         raise ValueError(
@@ -120,7 +122,7 @@ def _check_number(
     open_both: bool = False,
 ) -> None:
     if is_value(value):
-        return
+        return _check_shape(name, value)
     inside = _is_number(value) and low <= value <= high
     if inside and (open_low or open_both) and value == low:
         inside = False
@@ -133,6 +135,12 @@ def _check_number(
             f"expected {name} to be {kind} in {ends}{')' if open_both else ']'}, "
             f"got {value!r}"
         )
+
+
+def _check_shape(name: str, value: Any) -> None:
+    if np.ndim(value):
+        shape = list(np.shape(value))
+        raise ValueError(f"expected {name} to be a number, got an array of {shape}")
 
 
 def _is_number(x: Any) -> bool:

@@ -210,6 +210,19 @@ def test_the_first_line_that_is_not_finite():
     assert "among the arguments some are so already (argument 0, " in told
 
 
+def test_an_argument_is_called_as_in_the_call():
+    """Not by its place among all arrays."""
+
+    def fun(params, x, *, scale):
+        return jnp.square(x * scale @ params["first"] @ params["last"]).mean()
+
+    w = ARGS[1]
+    params = {"first": w, "last": w.T}
+    x = ARGS[0].at[0, 0].set(jnp.inf)
+    found = diagnose(fun, "mixed_bfloat16")(params, x, scale=x)
+    assert found.spoilt_arguments == ["argument 1", "argument scale"]
+
+
 def test_a_decorated_step_is_taken_as_it_is():
     """With its own policy, under `jit`, and it gives none of its arguments away."""
     decorated = mixed_precision(overflows, "mixed_float16")

@@ -520,7 +520,7 @@ ARGUMENTS = {
     "min_scale": [0.0, -1.0, NAN, INF, 1e-40],
     "max_scale": [0.0, -1.0, NAN, INF, 1e39],
     "axis_name": [3, ("x", 1), 2.0],
-    "loss_scale": [0, -1.0, NAN, INF, True, "static", [1.0], 1e-40, 1e39],
+    "loss_scale": [0, -1.0, NAN, INF, True, "static", [1.0], 1e-40, 1e39, np.ones(3)],
 }
 
 
