@@ -179,6 +179,13 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
 
+def allows_rule(effects: Any) -> bool:
+    """Whether a function with a `custom_jvp` may have these effects."""
+    from jax._src import effects as known
+
+    return not known.custom_derivatives_allowed_effects.filter_not_in(effects)
+
+
 class Staging:
     """The trace of `jit`, to which finished equations are added as they are.
 

@@ -2,7 +2,7 @@
 
 from jmp_rewrite._graph import build, nodes, region
 from jmp_rewrite._graph.distinct import counts_up, is_as_wide
-from jmp_rewrite._graph.equal import computed_once
+from jmp_rewrite._graph.equal import computed_once, stops_gradients
 from jmp_rewrite._graph.half import compute_dtype, half_precision, has_half_precision
 from jmp_rewrite._graph.nodes import (
     EITHER,
@@ -86,4 +86,5 @@ __all__ = [
     "reads_float32",
     "region",
     "report_unused",
+    "stops_gradients",
 ]

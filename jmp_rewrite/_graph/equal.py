@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
@@ -70,6 +71,15 @@ def computed_once(closed: Any, by_path: bool = False) -> Any:
     if shared_jaxprs(closed):  # each use is looked at, and here they are too many
         return closed
     return _Program(by_path).once(closed, TOP)
+
+
+def stops_gradients(jaxpr: Any) -> bool:
+    """Whether `stop_gradient` occurs in a program, of any dtype."""
+    return any(
+        eqn.primitive.name == "stop_gradient"
+        or any(map(stops_gradients, held_jaxprs(eqn)))
+        for eqn in _compat.open_jaxpr(jaxpr).eqns
+    )
 
 
 class _Program:
@@ -381,8 +391,11 @@ def _are_one(first: Any, second: Any, assumed: frozenset[Any] = frozenset()) -> 
       second: another, of operands of the same types.
       assumed: texts of calls that are equal if these are: a rule may call itself.
     """
-    pairs = list(zip(held_jaxprs(first), held_jaxprs(second), strict=True))
-    pairs.append((_rule(first), _rule(second)))
+    try:
+        rules = _rule(first), _rule(second)
+    except Exception:  # a rule that refuses: nobody has asked for a derivative
+        return False
+    pairs = [*zip(held_jaxprs(first), held_jaxprs(second), strict=True), rules]
     texts = tuple(str(one) for one, _ in pairs)
     if texts != tuple(str(other) for _, other in pairs):
         return False
@@ -422,9 +435,14 @@ def _rule(eqn: Any) -> Any:
     """Returns the derivative of a call with a `custom_jvp`, a jaxpr."""
     _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     avals = [v.aval for v in eqn.invars]
-    return jax.make_jaxpr(rule.call_wrapped)(
-        *avals, *(aval.to_tangent_aval() for aval in avals)
-    )
+
+    def called(*args: Any) -> list[Any]:
+        return [
+            jnp.zeros(x.aval.shape, x.aval.dtype) if _compat.is_symbolic_zero(x) else x
+            for x in rule.call_wrapped(*args)
+        ]
+
+    return jax.make_jaxpr(called)(*avals, *(a.to_tangent_aval() for a in avals))
 
 
 def _read(env: dict[Any, tuple[Any, Any]], atom: Any) -> tuple[Any, Any]:

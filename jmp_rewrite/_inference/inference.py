@@ -198,16 +198,16 @@ class Inference(Generic[P, R]):
         """Calls the function, on stored or unstored arguments."""
         policy = as_policy(self._policy)
         given, named = self._bound(args, kwargs)
-        if policy.compute_dtype == FLOAT32:
-            self._check_float32(policy, given, named)
-            return _transform.mixed_precision(self._fun, policy)(*args, **kwargs)
         with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, finish):
             tree = hide((pargs, pkwargs))
             hidden = len(pargs) - len(given)
-            program = self._program(policy, pure, tree, hidden, as_given=True)
-            with jax.named_scope(REWRITTEN):
-                results = _run(program)
-            return finish(program.traced.rebuild(results))
+            if policy.compute_dtype != FLOAT32:
+                program = self._program(policy, pure, tree, hidden, as_given=True)
+                with jax.named_scope(REWRITTEN):
+                    results = _run(program)
+                return finish(program.traced.rebuild(results))
+            self._of_float32(policy, pure, tree, hidden)
+        return _transform.mixed_precision(self._fun, policy)(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds it as a method is bound; `weights` and `state` count the object."""
@@ -237,7 +237,7 @@ class Inference(Generic[P, R]):
             tree = show_types(hide((pargs, pkwargs)))
             hidden = len(pargs) - len(given)
             if policy.compute_dtype == FLOAT32:
-                self._traced(policy, pure, tree, hidden)
+                self._of_float32(policy, pure, tree, hidden)
                 return tuple(merged(show(tree[0])))[hidden:]
             program = self._program(policy, pure, tree, hidden)
             half = program.plan.half
@@ -263,7 +263,7 @@ class Inference(Generic[P, R]):
             tree = show_types(hide((pargs, pkwargs)))
             hidden = len(pargs) - len(given)
             if policy.compute_dtype == FLOAT32:
-                leaves = self._traced(policy, pure, tree, hidden).leaves
+                leaves = self._of_float32(policy, pure, tree, hidden)
                 own = (x for x in leaves if x.kind)
                 rows = [_row(x, x.value.dtype, "the policy is float32") for x in own]
             else:
@@ -322,12 +322,12 @@ class Inference(Generic[P, R]):
                 f"{type(wrong[0]).__name__}."
             )
 
-    def _check_float32(self, policy: Policy, given: Any, named: Any) -> None:
-        """Checks a call under float32: nothing was stored for that."""
-        if any(is_half(x.value) for x in self._leaves(hide((given, named)), 0)):
-            with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, _):
-                tree = hide((pargs, pkwargs))
-                self._traced(policy, pure, tree, len(pargs) - len(given))
+    def _of_float32(self, policy: Policy, pure: Any, tree: Any, hidden: int) -> Any:
+        """Returns the arrays of a call under float32: nothing was stored for that."""
+        leaves = self._leaves(tree, hidden)
+        if any(x.kind and is_half(x.value) for x in leaves):
+            self._traced(policy, pure, tree, hidden)
+        return leaves
 
     # ---- the program
 

@@ -18,6 +18,7 @@ from jmp_rewrite._graph import (
     nodes,
     plain,
     report_unused,
+    stops_gradients,
 )
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision import decide as _plan
@@ -130,10 +131,12 @@ def _decide(
     graph = graph_of(closed)
     whole_step = not differentiated and is_whole_step(graph)
     if_differentiated = None
-    if whole_step and merges:
+    # What is merged may have to be another program where it is differentiated.
+    may_merge = _compat.allows_rule(closed.effects) or not stops_gradients(closed)
+    if whole_step and merges and may_merge:
         merged = computed_once(closed, by_path)
         if merged is not closed:
-            if any(node.name == "stop_gradient" for node in graph.nodes):
+            if stops_gradients(closed):
                 if_differentiated = unmerged
             graph = graph_of(merged)
             whole_step = is_whole_step(graph)

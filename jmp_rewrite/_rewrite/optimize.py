@@ -97,7 +97,7 @@ def _unless_differentiated(closed: Any, original: Callable[[], Any]) -> Any:
     """
     if not _has_derivative(closed):
         return closed
-    if closed.effects:  # custom derivatives allow few
+    if not _compat.allows_rule(closed.effects):
         return original()
 
     @jax.custom_jvp

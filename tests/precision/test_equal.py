@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend import core as jex
 from programs import normal, weights
 
-from jmp_rewrite import Policy, _compat, full_precision, mixed_precision
+from jmp_rewrite import Policy, _compat, explain, full_precision, mixed_precision
 from jmp_rewrite._graph.equal import computed_once
 
 T, D, F = 16, 24, 32
@@ -352,6 +352,80 @@ def test_equal_calls_of_one_rule_are_computed_once():
 
     before, after = once(step, w, x)
     assert len(eqns(after, "dot_general")) < len(eqns(before, "dot_general"))
+
+
+@jax.custom_jvp
+def refusing(x):
+    return jnp.tanh(x)
+
+
+@refusing.defjvp
+def _(read, moved):
+    raise TypeError("not differentiable")
+
+
+@jax.custom_jvp
+def constant(x):
+    return jnp.sign(x)
+
+
+def zero(read, moved):
+    out = constant(*read)
+    return out, jax.custom_derivatives.zero_from_primal(out, symbolic_zeros=True)
+
+
+constant.defjvp(zero, symbolic_zeros=True)
+
+
+@pytest.mark.parametrize("fun", [refusing, constant])
+def test_a_rule_that_nobody_asks_may_refuse(fun):
+    (w,), x = weights((D, D)), jnp.asarray(normal(T, D))
+
+    def step(w, x):
+        g = jax.grad(lambda w: jnp.square(jnp.tanh(x @ w) @ w).mean())(w)
+        return w - g, fun(x @ w).sum(0), fun(x @ w).mean()
+
+    found = mixed_precision(step, "mixed_bfloat16")(w, x)
+    assert relative_error(found[0] - w, step(w, x)[0] - w) < 2**-5
+
+
+def distilled(w, x):
+    """In bfloat16, as the user wrote it."""
+    w, x = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    own, stopped = jnp.tanh(x @ w) @ w, jnp.tanh(x @ lax.stop_gradient(w)) @ w
+    return jnp.square((own - 0.9 * stopped).astype(jnp.float32) - 1).mean()
+
+
+def test_what_is_stopped_in_half_is_told_apart_too():
+    (w,), x = weights((D, D)), jnp.asarray(normal(T, D))
+
+    def step(w, x):
+        value, g = jax.value_and_grad(distilled)(w, x)
+        return w - 0.1 * g, value + jnp.square(jnp.tanh(x @ w) @ w).mean()
+
+    def meta(step):
+        return jax.grad(lambda w: step(w, x)[1])(w)
+
+    found = meta(jax.jit(mixed_precision(step, "mixed_bfloat16")))
+    assert relative_error(found, meta(step)) < 2**-5
+
+
+@pytest.mark.parametrize("says", [lambda x: None, lambda x: jax.debug.print("{}", x)])
+def test_a_step_that_prints_is_merged_and_explained(says):
+    (w,), x = weights((D, D)), jnp.asarray(normal(T, D))
+
+    def step(w, x):
+        def loss(w):
+            stopped = lax.stop_gradient(w)
+            own, target = network(w, w, x), network(stopped, stopped, x)
+            return jnp.square(own - 0.9 * target - x).mean()
+
+        value, g = jax.value_and_grad(loss)(w)
+        says(value)
+        return w - g, value
+
+    rows = explain(step, "mixed_bfloat16")(w, x).equations
+    assert sum(row.primitive == "dot_general" for row in rows) == 5
 
 
 def test_results_without_a_name_can_be_read():
