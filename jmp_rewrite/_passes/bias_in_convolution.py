@@ -52,6 +52,8 @@ _FUNCTIONS = MOVES | {
     "sub",
     "tanh",
 }
+# A number is still a part of the sum behind these.
+_LINEAR = MOVES | {"add", "broadcast_in_dim", "by_device", "mul", "neg", "sub"}
 # What may stand between a convolution and its bias: a view of all of it.
 _VIEWS = frozenset({"copy", "expand_dims", "reshape", "squeeze", "transpose"})
 
@@ -137,12 +139,14 @@ def _is_rounded_later(editor: Editor, body: Body, total: Any) -> bool:
     """Whether nothing but a layer reads a sum before rounding.
 
     What else reads it in float32 may need its last digits, as the square of a residual
-    does: a sum with what is exact is no layer's.
+    does: a sum with what is exact is no layer's, and nor is a number that is taken off
+    before any nonlinear function.
     """
     own, terms = {(body, total)}, []
-    stack = [(body, total)]
+    stack = [(body, total, True)]
     while stack:
-        for inner, index, _ in uses(*stack.pop()):
+        *value, is_linear = stack.pop()
+        for inner, index, position in uses(*value):
             if index < 0:
                 return False
             eqn = inner.eqns[index]
@@ -152,12 +156,15 @@ def _is_rounded_later(editor: Editor, body: Body, total: Any) -> bool:
                 continue
             if name not in _FUNCTIONS:
                 return False
-            new = {(inner, v) for v in eqn.outvars} - own
-            own |= new
-            stack += new
+            others = [v for i, v in enumerate(eqn.invars) if i != position]
             if name in ("add", "sub"):
+                if is_linear and any(_takes_off(inner, name, v) for v in others):
+                    return False
                 atoms = [v for v in eqn.invars if not hasattr(v, "val")]
                 terms += [(inner, v, name) for v in atoms]
+            stays = is_linear and name in _LINEAR
+            stack += [(inner, v, stays) for v in eqn.outvars if (inner, v) not in own]
+            own.update((inner, v) for v in eqn.outvars)
     return all(
         (inner, v) in own
         or number_of(inner, v) is not None
@@ -165,6 +172,12 @@ def _is_rounded_later(editor: Editor, body: Body, total: Any) -> bool:
         or (name == "add" and _is_made_of_half(editor, inner, v))
         for inner, v, name in terms
     )
+
+
+def _takes_off(body: Body, name: str, other: Any) -> bool:
+    """Whether a sum with a number takes it off."""
+    number = number_of(body, other)
+    return number is not None and (number != 0 if name == "sub" else number < 0)
 
 
 def _is_made_of_half(editor: Editor, body: Body, var: Any) -> bool:

@@ -98,6 +98,21 @@ def reconstructed(params, x):
     return jnp.square(convolve(residual, last)).mean() + jnp.square(residual).mean()
 
 
+def centred(params, x):
+    """A number is taken off, as large as the bias may be."""
+    first, last, bias = params
+    h = jnp.tanh(convolve(x, first) + bias - 10.0)
+    return jnp.square(convolve(h, last)).mean()
+
+
+def swished(params, x):
+    """What a layer takes off behind a nonlinear function is none."""
+    first, last, bias = params
+    h = convolve(x, first) + bias
+    h = h * (jax.nn.relu6(h + 3.0) - 3.0)
+    return jnp.square(convolve(h, last)).mean()
+
+
 def streamed(params, x):
     """Two sums with a stream: behind a bias, and without one."""
     first, last, bias = params
@@ -122,6 +137,8 @@ def images():
         (residual, 1, False),  # no bias
         (read_twice, 1, False),  # the result itself is stored
         (reconstructed, 1, False),  # a difference reads the sum unrounded
+        (centred, 1, False),
+        (swished, 1, True),
     ],
 )
 def test_a_bias_is_added_in_the_result_of_a_convolution(loss, groups, found):
