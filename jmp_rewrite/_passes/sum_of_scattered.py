@@ -76,7 +76,8 @@ def _is_put(body: Body, eqn: Any) -> bool:
     last = zeros.aval.ndim - 1
     numbers, rows = eqn.params["dimension_numbers"], tuple(range(last))
     if eqn.primitive.name == "scatter":  # two in one row would not be added up
-        if eqn.params["update_jaxpr"] is not None or updates.aval.shape[-1] != 1:
+        is_one = updates.aval.shape == (*zeros.aval.shape[:-1], 1)
+        if eqn.params["update_jaxpr"] is not None or not is_one:
             return False
     return (
         last >= 0

@@ -105,14 +105,6 @@ def centred(params, x):
     return jnp.square(convolve(h, last)).mean()
 
 
-def swished(params, x):
-    """What a layer takes off behind a nonlinear function is none."""
-    first, last, bias = params
-    h = convolve(x, first) + bias
-    h = h * (jax.nn.relu6(h + 3.0) - 3.0)
-    return jnp.square(convolve(h, last)).mean()
-
-
 def streamed(params, x):
     """Two sums with a stream: behind a bias, and without one."""
     first, last, bias = params
@@ -138,7 +130,6 @@ def images():
         (read_twice, 1, False),  # the result itself is stored
         (reconstructed, 1, False),  # a difference reads the sum unrounded
         (centred, 1, False),
-        (swished, 1, True),
     ],
 )
 def test_a_bias_is_added_in_the_result_of_a_convolution(loss, groups, found):
