@@ -137,6 +137,8 @@ class Joined(NamedTuple):
 def _sum_of_parts(
     stored: Any, *parts: Any, how: Joined, axes: tuple[int, ...]
 ) -> list[Any]:
+    if all(x.dtype == how.dtype for x in parts):  # a cast to that narrows none
+        how = how._replace(dtype=stored.dtype)
     pieces = (lax.convert_element_type(x, stored.dtype) for x in how.pieces(parts))
     sums = [lax.reduce_sum(x, axes) for x in pieces]
     return [lax.concatenate(sums, how.axis - sum(a < how.axis for a in axes))]

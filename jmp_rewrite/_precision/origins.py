@@ -140,6 +140,9 @@ def is_indicator(value: Value, nodes: Sequence[Node]) -> bool:
     return is_choice and all(number in (0, 1) for number in numbers)
 
 
+_LOGIC = frozenset({"and", "broadcast_in_dim", "not", "or", "xor"})
+
+
 def thresholded(value: Value, nodes: Sequence[Node]) -> set[int]:
     """Returns what was compared with a threshold to make zeros and ones.
 
@@ -155,7 +158,7 @@ def thresholded(value: Value, nodes: Sequence[Node]) -> set[int]:
             continue
         if read.name.name in ORDERS:
             found |= {v.node for v in read.name.operands if v is not None}
-        elif read.name.name in MOVES | {"and", "broadcast_in_dim", "not", "or"}:
+        elif read.name.name in MOVES | _LOGIC:
             stack += read.name.operands
     return found - {-1}
 

@@ -614,7 +614,12 @@ spikes.defjvp(lambda read, moved: (spikes(*read), moved[0] / (1 + read[0] ** 2))
 
 
 @pytest.mark.parametrize(
-    "activation", [spikes, lambda v: jnp.where((v > 0) & (v < 9), 1.0, 0.0)]
+    "activation",
+    [
+        spikes,
+        lambda v: jnp.where((v > 0) & (v < 9), 1.0, 0.0),
+        lambda v: jnp.where((v > 0) ^ (v[::-1] > 0), 1.0, 0.0),
+    ],
 )
 def test_spikes_are_activations(activation):
     x, *ws = weights((W, W), (W, W), (W, W), (W, 8))
