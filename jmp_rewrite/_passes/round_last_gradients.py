@@ -16,8 +16,7 @@ from jmp_rewrite._passes.match import (
     is_float32,
     is_half_product,
     is_no_product,
-    makers,
-    uses,
+    uses_in,
 )
 from jmp_rewrite._rules import DECOMPOSITIONS, PRODUCTS, SUMS
 
@@ -119,39 +118,37 @@ _SCALES = frozenset({"div", "mul"})
 
 def _is_term(body: Body, var: Any) -> bool:
     """Whether a gradient is added to another one that a product has made."""
-    stack = [(body, var)]
+    stack: list[tuple[Body, Any, Any]] = [(body, var, ())]
     while stack:
-        for inner, index, position in uses(*stack.pop()):
+        for inner, index, position, calls in uses_in(*stack.pop()):
             if index < 0:
                 continue
             eqn = inner.eqns[index]
             if eqn.primitive.name in SUMS:
                 others = [v for i, v in enumerate(eqn.invars) if i != position]
-                if any(_is_gradient(inner, other) for other in others):
+                if any(_is_gradient(inner, other, calls) for other in others):
                     return True
             elif _is_same(eqn, position):
                 out = eqn.outvars[position if eqn.primitive is BY_DEVICE else 0]
-                stack.append((inner, out))
+                stack.append((inner, out, calls))
     return False
 
 
-def _is_gradient(body: Body, atom: Any) -> bool:
+def _is_gradient(body: Body, atom: Any, calls: tuple[Any, ...]) -> bool:
     """Whether a product has made a value, or one of the gradients that it adds up."""
-    stack = [(body, atom)]
-    while stack:
-        body, atom = stack.pop()
-        if hasattr(atom, "val"):
-            continue
-        for inner, index in makers(body, atom):
-            if index < 0:
-                continue
-            eqn = inner.eqns[index]
-            if eqn.primitive.name in PRODUCTS:
-                return True
-            is_sum = eqn.primitive.name == "add_any"
-            read = [v for i, v in enumerate(eqn.invars) if is_sum or _is_same(eqn, i)]
-            stack += [(inner, v) for v in read[:2]]
-    return False
+    found = feeding([(body, atom)], _keeps_gradient, calls)
+    return any(
+        inner.made_by(var, *PRODUCTS) is not None
+        for inner, var in found
+        if var.aval.shape
+    )
+
+
+def _keeps_gradient(body: Body, index: int) -> bool:
+    eqn = body.eqns[index]
+    return eqn.primitive.name == "add_any" or any(
+        _is_same(eqn, i) for i in range(len(eqn.invars))
+    )
 
 
 def _is_same(eqn: Any, position: int) -> bool:
