@@ -242,9 +242,7 @@ class _Numbers:
         """Returns the key of equal equations; None if there are none."""
         params = eqn.params
         if eqn.primitive.name == "custom_jvp_call" and _is_closed(eqn):
-            (jaxpr,) = held_jaxprs(
-                eqn
-            )  # what it captured is looked at if its text is equal
+            (jaxpr,) = held_jaxprs(eqn)  # of equal text the rest is looked at later
             params = {"call_jaxpr": str(jaxpr)}
         elif held_jaxprs(eqn):
             return None

@@ -487,31 +487,32 @@ def _with_own(
       Exception: what the function raises on float32 arrays, if it does not take half
         ones either.
     """
-    try:
-        return call(frozenset()), frozenset()
-    except _REFUSALS as error:
-        refusal = error
+    refusals: list[Exception] = []
 
-    def attempt(*own: int) -> _Call | None:
+    @functools.cache
+    def attempt(own: frozenset[int]) -> _Call | None:
         try:
-            return call(frozenset(own))
-        except _REFUSALS:
+            return call(own)
+        except _REFUSALS as error:
+            refusals.append(error)
             return None
 
-    several = [*arguments, list(itertools.chain(*arguments))]
-    taken = [each for each in several if attempt(*each) is not None]
-    if not taken:
-        raise refusal
-    left, own = taken[0], set[int]()
-    while (found := attempt(*own)) is None:  # one more of those that are left
+    own: frozenset[int] = frozenset()
+    if (found := attempt(own)) is not None:
+        return found, own
+    several = (*arguments, list(itertools.chain(*arguments)))
+    taken = (each for each in several if attempt(frozenset(each)) is not None)
+    left: Sequence[int] = next(taken, ())
+    if not left:
+        raise refusals[0]
+    while (found := attempt(own)) is None:  # one more of those that are left
         fewest = bisect.bisect_left(
             range(1, len(left)),
             True,
-            key=lambda n: attempt(*own, *left[:n]) is not None,
+            key=lambda n: attempt(own.union(left[:n])) is not None,
         )
-        own.add(left[fewest])
-        left = left[:fewest]
-    return found, frozenset(own)
+        own, left = own | {left[fewest]}, left[:fewest]
+    return found, own
 
 
 def _in_half(x: Any, half: np.dtype) -> Any:

@@ -179,7 +179,6 @@ def is_call(eqn: Any) -> bool:
 def feeding(
     starts: Iterable[tuple[Body, Any]],
     through: Callable[[Body, int], bool] = lambda body, index: True,
-    calls: tuple[_Call, ...] = (),
 ) -> set[tuple[Body, Any]]:
     """Returns the float values that lead to these, and these, through calls and loops.
 
@@ -187,13 +186,10 @@ def feeding(
       starts: variables, with the bodies that they stand in.
       through: whether an equation without a jaxpr is followed from its results to its
         operands.
-      calls: those that were entered on the way to the starts.
     """
     # With the calls that were entered: one is left where it was entered.
     found: dict[tuple[Body, tuple[_Call, ...]], set[Any]] = {}
-    stack: list[tuple[Body, Any, tuple[_Call, ...]]] = [
-        (b, v, calls) for b, v in starts
-    ]
+    stack: list[tuple[Body, Any, tuple[_Call, ...]]] = [(b, v, ()) for b, v in starts]
     while stack:
         body, start, calls = stack.pop()
         seen, left = found.setdefault((body, calls), set()), [start]
@@ -285,44 +281,26 @@ def uses(body: Body, var: Any) -> Iterator[tuple[Body, int, int]]:
     An index of -1 stands for a result of the program, of a loop or of a branch. A loop
     reads its carries itself; what it is given beside them is read inside.
     """
-    for inner, index, position, _ in uses_in(body, var):
-        yield inner, index, position
-
-
-def uses_in(
-    body: Body, var: Any, calls: tuple[_Call, ...] = ()
-) -> Iterator[tuple[Body, int, int, tuple[_Call, ...]]]:
-    """Yields where a value is read, as `uses`, and the calls that were entered.
-
-    Args:
-      body: the jaxpr.
-      var: the value.
-      calls: those that were entered on the way to it: the last one is left, and none of
-        the others that hold the same jaxpr.
-    """
     for index, position in body.reads(var):
         if index < 0:
-            yield from _returned(body, position, calls)
+            yield from _returned(body, position)
         elif index in body.held and position not in carried(body.eqns[index]):
             for inner, parameter in enters(body, index, position):
-                entered = (*calls, (body, index))
-                yield from uses_in(inner, inner.invars[parameter], entered)
+                yield from uses(inner, inner.invars[parameter])
         else:
-            yield body, index, position, calls
+            yield body, index, position
 
 
-def _returned(
-    body: Body, position: int, calls: tuple[_Call, ...]
-) -> Iterator[tuple[Body, int, int, tuple[_Call, ...]]]:
-    left = calls[-1:] or tuple(dict.fromkeys(body.calls))
-    if not left:
-        yield body, -1, position, calls
-    for caller, index in left:
+def _returned(body: Body, position: int) -> Iterator[tuple[Body, int, int]]:
+    calls = dict.fromkeys(body.calls)
+    if not calls:
+        yield body, -1, position
+    for caller, index in calls:
         eqn = caller.eqns[index]
         if is_call(eqn):
-            yield from uses_in(caller, eqn.outvars[position], calls[:-1])
+            yield from uses(caller, eqn.outvars[position])
         else:
-            yield body, -1, position, calls
+            yield body, -1, position
 
 
 def number_of(body: Body, atom: Any, calls: tuple[_Call, ...] = ()) -> Any:

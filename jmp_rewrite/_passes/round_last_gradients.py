@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._passes.by_device import BY_DEVICE, GPU, Where
+from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import (
     FLOAT32,
@@ -16,7 +16,6 @@ from jmp_rewrite._passes.match import (
     is_float32,
     is_half_product,
     is_no_product,
-    uses_in,
 )
 from jmp_rewrite._rules import DECOMPOSITIONS, PRODUCTS, SUMS
 
@@ -32,7 +31,7 @@ def round_last_gradients(editor: Editor) -> None:
     gradient of a weight that is computed, as a softmax of parameters: the derivative of
     that takes off what is common to all of a row, 30 times what is left. Nor is one of
     a weight that is used twice, which is a sum: a critic's two terms all but cancel
-    (7.5 epsilons in place of 1.5), as do the gradients of two phases that contrast.
+    (7.5 epsilons in place of 1.5). Gradients that contrast are asked for unrounded.
     What leads to a scatter is no weight's, but an embedding's. If the result is
     transposed where it is read, the operands change places, or it is transposed before
     it is widened: XLA:GPU folds no transpose into a product behind a cast.
@@ -56,7 +55,7 @@ def round_last_gradients(editor: Editor) -> None:
         is_last &= key not in computed or key in looked_up
         if eqn.primitive.name != "dot_general" or not is_last or not is_float32(out):
             continue
-        if not editor.is_backward(body, index):
+        if editor.is_asked(body, index) or not editor.is_backward(body, index):
             continue
         var, order = _last(body, out)
         if editor.was_here(body, var):
@@ -109,60 +108,30 @@ def _last(body: Body, var: Any) -> tuple[Any, tuple[int, ...]]:
     return var, order
 
 
-# What stands between a weight's gradients and what adds them up, or contrasts them.
-_SAME = frozenset(
-    {"by_device", "clamp", "convert_element_type", "max", "min", "neg", "transpose"}
-)
-_SCALES = frozenset({"div", "mul"})
+# What adds up a weight's gradients, and what stands before it.
+_BETWEEN = frozenset({"add_any", "by_device", "convert_element_type", "transpose"})
 
 
 def _is_term(body: Body, var: Any) -> bool:
     """Whether a gradient is added to another one that a product has made."""
-    stack: list[tuple[Body, Any, Any]] = [(body, var, ())]
+    readers = [body.eqns[at] for at, _ in body.reads(var) if at >= 0]
+    stack = [
+        other
+        for eqn in readers
+        if eqn.primitive.name in SUMS
+        for other in eqn.invars
+        if other is not var
+    ]
     while stack:
-        for inner, index, position, calls in uses_in(*stack.pop()):
-            if index < 0:
-                continue
-            eqn = inner.eqns[index]
-            if eqn.primitive.name in SUMS:
-                others = [v for i, v in enumerate(eqn.invars) if i != position]
-                if any(_is_gradient(inner, other, calls) for other in others):
-                    return True
-            elif _is_same(eqn, position):
-                out = eqn.outvars[position if eqn.primitive is BY_DEVICE else 0]
-                stack.append((inner, out, calls))
+        index = body.maker.get(stack.pop(), -1)
+        if index < 0:
+            continue
+        eqn = body.eqns[index]
+        if eqn.primitive.name in PRODUCTS:
+            return True
+        if eqn.primitive.name in _BETWEEN:
+            stack += [v for v in eqn.invars[:2] if not hasattr(v, "val")]
     return False
-
-
-def _is_gradient(body: Body, atom: Any, calls: tuple[Any, ...]) -> bool:
-    """Whether a product has made a value, or one of the gradients that it adds up."""
-    found = feeding([(body, atom)], _keeps_gradient, calls)
-    return any(
-        inner.made_by(var, *PRODUCTS) is not None
-        for inner, var in found
-        if var.aval.shape
-    )
-
-
-def _keeps_gradient(body: Body, index: int) -> bool:
-    eqn = body.eqns[index]
-    return eqn.primitive.name == "add_any" or any(
-        _is_same(eqn, i) for i in range(len(eqn.invars))
-    )
-
-
-def _is_same(eqn: Any, position: int) -> bool:
-    """Whether an equation moves, scales or bounds an operand."""
-    if eqn.primitive is BY_DEVICE:
-        return position < int(eqn.params["results"])
-    name, read = eqn.primitive.name, eqn.invars[position]
-    if name in _SCALES:
-        return not any(
-            _is_array(v) and not hasattr(v, "val")
-            for i, v in enumerate(eqn.invars)
-            if i != position
-        )
-    return name in _SAME and _is_array(read) and not hasattr(read, "val")
 
 
 def _rounded(

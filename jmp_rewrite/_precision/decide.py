@@ -67,7 +67,8 @@ class Plan:
         which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
-      asked: the nodes for which a scope of the policy asks for float32.
+      asked: the nodes for which a scope of the policy asks for float32, or a difference
+        of two gradients.
       region: what it was traced as; None if nobody said.
       is_differentiated: whether it is known to be differentiated from outside.
       if_differentiated: makes the plan that holds where somebody differentiates it;
@@ -160,7 +161,8 @@ def make_plan(
         made[node] = Label.HALF
     rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
     saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
-    asked = (i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE))
+    asked = {i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE)}
+    asked |= pins.contrasts
     return Plan(graph, pins, made, pins.whole_step, nested, saturates, frozenset(asked))
 
 

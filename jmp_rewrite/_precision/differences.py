@@ -66,6 +66,7 @@ def differences(
     made: set[int],
     small: set[int],
     ends: set[int],
+    contrasts: AbstractSet[int],
 ) -> dict[int, int]:
     """Returns the nodes that a difference reads unrounded, and that difference.
 
@@ -84,8 +85,9 @@ def differences(
       made: the nodes that have a matrix multiplication upstream.
       small: statistics, which a normalization subtracts from what they are of.
       ends: gradients that an update reads, through which nothing is followed.
+      contrasts: differences of two of those.
     """
-    gradients, ends = ends, ends | products
+    ends = ends | products
     promoted, offset = promoted_nodes(graph, made, products), _holds_offset(graph, made)
     turned = turned_cotangents(graph)
     in_layers, positive = _in_layers(graph, products), nonnegative(graph)
@@ -109,7 +111,7 @@ def differences(
         elif is_backward(node) and _projects(node, graph):
             follow_back(node, promoted, graph, found, ends)
             continue
-        if _is_of_two(gradients, node, graph):
+        if node.index in contrasts:
             follow_back(node, promoted, graph, found, products)
         if node.name in LOGARITHMS or _is_log_of_difference(node, positive):
             follow_back(node, promoted, graph, found, ends, near=True)
@@ -135,19 +137,35 @@ def differences(
     return found
 
 
-def _is_of_two(gradients: set[int], node: Node, graph: Graph) -> bool:
-    """Whether a difference is of two gradients, as of two phases that contrast.
+def contrasted(graph: Graph, gradients: set[int]) -> dict[int, set[int]]:
+    """Returns the differences of two gradients, as of two phases, and what made these.
 
     A sum of one and of the negative of the other is such a difference, too.
+
+    Args:
+      graph: the program.
+      gradients: what its backward passes hand to updates.
     """
-    if node.name not in SUMS or len(node.inputs) != 2:
-        return False
-    if node.name != "sub" and is_backward(node):
-        return False
-    first, second = (_gradient(v, gradients, graph) for v in node.inputs)
-    if first is None or second is None or first[:2] == second[:2]:
-        return False
-    return node.name == "sub" or first[2] != second[2]
+    found: dict[int, set[int]] = {}
+    for node in graph.nodes:
+        is_sub = node.name == "sub"
+        if node.name not in SUMS or not (is_sub or not is_backward(node)):
+            continue
+        if len(node.inputs) != 2:
+            continue
+        first, second = (_gradient(v, gradients, graph) for v in node.inputs)
+        if first is None or second is None or first[:2] == second[:2]:
+            continue
+        if is_sub or first[2] != second[2]:
+            found[node.index] = {_maker(n, graph) for n in (first[0], second[0])}
+    return found
+
+
+def _maker(index: int, graph: Graph) -> int:
+    """Returns the node that made what a node is a view of."""
+    node = graph.nodes[index]
+    is_view = node.name in VIEWS and len(node.inputs) == 1
+    return source_of(node.inputs[0], graph).node if is_view else index
 
 
 def _gradient(

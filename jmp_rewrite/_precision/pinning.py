@@ -24,7 +24,7 @@ from jmp_rewrite._precision import (
     train_state,
     whole_step,
 )
-from jmp_rewrite._precision.differences import differences
+from jmp_rewrite._precision.differences import contrasted, differences
 from jmp_rewrite._precision.few import few_of_a_loss
 from jmp_rewrite._precision.local import KERNEL_EDGES, Local
 from jmp_rewrite._precision.origins import leads_to_product, statistics
@@ -182,7 +182,9 @@ def _pin_read_unrounded(
     layered = nonlinearities(graph, products, made)
     ends = origins.gradients(graph, products)
     sharp = read_sharply(graph, products, pins.out_of_range, layered, ends)
-    found = differences(graph, products, made, small, ends)
+    contrasts = contrasted(graph, ends)
+    found = differences(graph, products, made, small, ends, contrasts.keys())
+    pins.contrasts = frozenset(products & set().union(*contrasts.values()))
     held = {n: r for n, r in found.items() if n not in sharp}
     blame = {**sharp, **held}
     logs = {n: r for n, r in held.items() if graph.nodes[r].name in LOGARITHMS}

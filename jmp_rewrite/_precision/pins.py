@@ -54,6 +54,7 @@ class Pins:
         rounded where they are made, so that the table may be stored in half.
       reduced: nodes whose results are summed over devices in half.
       decays: what loops multiply the states by that they carry.
+      contrasts: the products that make gradients of which a difference is taken.
     """
 
     categories: list[Category | None]
@@ -75,6 +76,7 @@ class Pins:
     lookups: frozenset[int] = frozenset()
     reduced: frozenset[int] = frozenset()
     decays: frozenset[int] = frozenset()
+    contrasts: frozenset[int] = frozenset()
     blame: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def products(self) -> set[int]:
