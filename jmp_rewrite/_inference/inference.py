@@ -44,9 +44,6 @@ from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import Plan, lookups
 from jmp_rewrite._source import check_kind, name_of, where
 
-# What a function raises that does not take an array of this dtype.
-_REFUSALS = (AssertionError, TypeError, ValueError)
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -119,56 +116,51 @@ class _Call(NamedTuple):
       leaves: its arrays.
       types: of each, what the function was traced with.
       kept: number of a result -> of the array whose place it takes in the next call.
+      own: the half arrays among weights and state that are the function's own.
     """
 
     traced: _rewrite.Traced
     leaves: list[Leaf]
     types: list[Any]
     kept: dict[int, int]
+    own: frozenset[int]
 
 
 class _Program(NamedTuple):
     """A call, made ready to run.
 
     Attributes:
-      traced: the call, with all that is stored as float32.
+      call: as it was traced.
       plan: what is done with each equation.
       stored: the program, with what is stored in half.
-      leaves: the arrays of the call.
       first: the number of the first array among the program's arguments.
-      kept: number of a result -> of the array whose place it takes in the next call.
+      mixed: the arguments that are left as they are.
     """
 
-    traced: _rewrite.Traced
+    call: _Call
     plan: Plan
     stored: Stored
-    leaves: list[Leaf]
     first: int
-    kept: dict[int, int]
+    mixed: frozenset[int]
+
+    @property
+    def traced(self) -> _rewrite.Traced:
+        """The call, with all that is stored as float32."""
+        return self.call.traced
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The arrays of the call."""
+        return self.call.leaves
+
+    @property
+    def kept(self) -> dict[int, int]:
+        """Number of a result -> of the array whose place it takes in the next call."""
+        return self.call.kept
 
     def is_stored(self, leaf: int) -> bool:
         """Whether an array of the call is stored in half."""
         return self.first + leaf in self.stored.arguments
-
-    def is_read_full(self, leaf: int) -> bool:
-        """Whether an array of the call is read before it is rounded."""
-        number = self.first + leaf
-        return number in self.stored.why_not and number not in self.stored.unread
-
-    @property
-    def returned(self) -> list[Any]:
-        """The dtypes of the results that take no array's place."""
-        avals = self.traced.closed.out_avals
-        return [a.dtype for i, a in enumerate(avals) if i not in self.kept]
-
-    def may_be_half(self) -> bool:
-        """Whether all weights came in half, and not all would be stored."""
-        of_weights = [
-            (i, x.value) for i, x in enumerate(self.leaves) if x.kind is not None
-        ]
-        if any(is_float32(x) for _, x in of_weights):
-            return False
-        return any(is_half(x) and self.is_read_full(i) for i, x in of_weights)
 
     def is_widened(self, leaf: int) -> bool:
         """Whether an array comes in half, where the program takes float32."""
@@ -275,18 +267,45 @@ class Inference(Generic[P, R]):
     # ---- arguments
 
     def _of_stored(self) -> Callable[..., Any]:
-        """Returns the function of stored arguments, of which it widens what is half."""
-        own = {*self._numbers.weights, *self._numbers.state}
+        """Returns the function of stored arguments, of which it widens what is."""
+        numbers = {*self._numbers.weights, *self._numbers.state}
 
         @functools.wraps(self._fun, updated=())
         def of_stored(*args: Any, **kwargs: Any) -> Any:
-            shown = (
-                tree_util.tree_map(_in_float32, x) if i in own and _holds_half(x) else x
+            halves = {i for i, x in enumerate(args) if i in numbers and _holds_half(x)}
+            if not halves:
+                return self._fun(*args, **kwargs)
+            stored = self._stored_arrays(args, kwargs)
+
+            def shown(x: Any) -> Any:
+                return _in_float32(x) if id(x) in stored else x
+
+            args = tuple(
+                tree_util.tree_map(shown, x) if i in halves else x
                 for i, x in enumerate(args)
             )
-            return self._fun(*shown, **kwargs)
+            return self._fun(*args, **kwargs)
 
         return of_stored
+
+    def _stored_arrays(self, args: Any, kwargs: Any) -> set[int]:
+        """Returns which arrays of a call came in half and are not the function's own.
+
+        They are told by their `id`.
+        """
+        policy = as_policy(self._policy)
+        given, named = self._bound(args, kwargs)
+        if policy.compute_dtype == FLOAT32:
+            return set()
+        with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, _):
+            tree = hide((pargs, pkwargs))
+            hidden = len(pargs) - len(given)
+            call = self._program(policy, pure, tree, hidden, as_given=True).call
+        return {
+            id(x.value)
+            for i, x in enumerate(call.leaves)
+            if x.kind and is_half(x.value) and i not in call.own
+        }
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns a call's arguments with those given by name at their positions."""
@@ -337,7 +356,6 @@ class Inference(Generic[P, R]):
         pure: Any,
         tree: Any,
         hidden: int,
-        as_it_is: bool = False,
     ) -> _Call:
         """Traces a call with what is stored as float32.
 
@@ -349,7 +367,6 @@ class Inference(Generic[P, R]):
           pure: the function of trees of arrays.
           tree: its arguments.
           hidden: how many arguments stand before those of the user's call.
-          as_it_is: whether all that is half is its own.
         """
         leaves = self._leaves(tree, hidden)
         halves = [i for i, x in enumerate(leaves) if x.kind and is_half(x.value)]
@@ -357,20 +374,18 @@ class Inference(Generic[P, R]):
         def call(own: frozenset[int]) -> _Call:
             widened = {*halves} - own
             types = [
-                _type_of(x.value) if i in widened else x.value
+                _type_of(x.value, FLOAT32) if i in widened else x.value
                 for i, x in enumerate(leaves)
             ]
             shown = tree_util.tree_unflatten(tree_util.tree_structure(tree), types)
             traced = _rewrite.trace_for(policy, pure, *shown)
             kept = self._kept(traced, hidden)
             traced = traced._replace(arrays=[x.value for x in leaves])
-            return _Call(traced, leaves, types, kept)
+            return _Call(traced, leaves, types, kept, own)
 
-        if as_it_is:
-            return call(frozenset(halves))
         by_argument = itertools.groupby(halves, lambda i: leaves[i].number)
-        found, own = _with_own([list(each) for _, each in by_argument], call)
-        for leaf in (leaves[i] for i in halves if i not in own):
+        found = _with_own([list(each) for _, each in by_argument], call)
+        for leaf in (leaves[i] for i in halves if i not in found.own):
             if leaf.value.dtype != policy.compute_dtype:
                 raise ValueError(
                     f"{leaf.path} of {name_of(self._fun)} is {leaf.value.dtype}, and "
@@ -390,9 +405,7 @@ class Inference(Generic[P, R]):
         """Traces a call with its weights and state in float32, and stores them.
 
         What is stored is widened where this call reads it unrounded: another shape, or
-        another function of the same weights, may ask for that. But a model of which all
-        weights are half is one of half weights, if it returns other dtypes then, and
-        some of them would not be stored here.
+        another function of the same weights, may ask for that.
 
         Args:
           policy: of the function.
@@ -401,32 +414,53 @@ class Inference(Generic[P, R]):
           hidden: how many arguments stand before those of the user's call.
           as_given: whether to leave in float32 what comes in float32.
         """
-        program = self._stored(
-            policy, self._traced(policy, pure, tree, hidden), as_given
-        )
-        if not program.may_be_half():
+        call = self._traced(policy, pure, tree, hidden)
+        program = self._stored(policy, call, as_given)
+        if as_given or self._is_taken(policy, pure, tree, hidden, program):
             return program
-        try:
-            call = self._traced(policy, pure, tree, hidden, as_it_is=True)
-        except _REFUSALS:
-            return program
-        other = self._stored(policy, call, as_given)
-        return program if other.returned == program.returned else other
+        mixed = frozenset(call.leaves[i].number for i in call.own)
+        return self._stored(policy, call, as_given, mixed)
 
-    def _stored(self, policy: Policy, call: _Call, as_given: bool) -> _Program:
+    def _is_taken(
+        self, policy: Policy, pure: Any, tree: Any, hidden: int, program: _Program
+    ) -> bool:
+        """Whether the next call tells what is stored from the function's own."""
+        own = program.call.own
+        if not own:
+            return True
+        types = [
+            _type_of(x.value, program.plan.half if program.is_stored(i) else None)
+            for i, x in enumerate(program.leaves)
+        ]
+        stored = tree_util.tree_unflatten(tree_util.tree_structure(tree), types)
+        try:
+            return self._traced(policy, pure, stored, hidden).own == own
+        except Exception:
+            return False
+
+    def _stored(
+        self,
+        policy: Policy,
+        call: _Call,
+        as_given: bool,
+        mixed: frozenset[int] = frozenset(),
+    ) -> _Program:
         plan = _rewrite.decide_traced(call.traced, policy)
         first = len(_compat.constvars(call.traced.closed))
         wanted = (
             i
             for i, (x, t) in enumerate(zip(call.leaves, call.types, strict=True))
-            if x.kind and is_float32(t) and not (as_given and is_float32(x.value))
+            if x.kind
+            and x.number not in mixed
+            and is_float32(t)
+            and not (as_given and is_float32(x.value))
         )
         storage = Storage(
             frozenset(first + i for i in wanted),
             {r: first + i for r, i in call.kept.items()},
         )
         result = store(_rewrite.emitted(plan), plan.half, storage)
-        return _Program(call.traced, plan, result, call.leaves, first, call.kept)
+        return _Program(call, plan, result, first, mixed)
 
     def _kept(self, traced: _rewrite.Traced, hidden: int) -> dict[int, int]:
         """Returns for each result that takes a place in the next call the leaf's."""
@@ -476,8 +510,8 @@ def _run(program: _Program) -> list[Any]:
 
 def _with_own(
     arguments: Iterable[Sequence[int]], call: Callable[[frozenset[int]], _Call]
-) -> tuple[_Call, frozenset[int]]:
-    """Traces a call with the fewest half arrays as they are, and returns them.
+) -> _Call:
+    """Traces a call with the fewest half arrays as they are.
 
     Args:
       arguments: of each argument the numbers of its half arrays.
@@ -493,13 +527,13 @@ def _with_own(
     def attempt(own: frozenset[int]) -> _Call | None:
         try:
             return call(own)
-        except _REFUSALS as error:
+        except Exception as error:  # whatever it raises, it does not take that
             refusals.append(error)
             return None
 
     own: frozenset[int] = frozenset()
     if (found := attempt(own)) is not None:
-        return found, own
+        return found
     several = (*arguments, list(itertools.chain(*arguments)))
     taken = (each for each in several if attempt(frozenset(each)) is not None)
     left: Sequence[int] = next(taken, ())
@@ -512,7 +546,7 @@ def _with_own(
             key=lambda n: attempt(own.union(left[:n])) is not None,
         )
         own, left = own | {left[fewest]}, left[:fewest]
-    return found, own
+    return found
 
 
 def _in_half(x: Any, half: np.dtype) -> Any:
@@ -531,11 +565,12 @@ def _in_float32(x: Any) -> Any:
     return _compat.convert(x, FLOAT32) if is_half(x) else x
 
 
-def _type_of(x: Any) -> Any:
-    """Returns the float32 type of a half array."""
+def _type_of(x: Any, dtype: Any = None) -> Any:
+    """Returns the type of an array, in its own dtype or in another one."""
+    dtype = x.dtype if dtype is None else dtype
     if isinstance(x, jax.ShapeDtypeStruct):
-        return x.update(dtype=FLOAT32)
-    return jax.ShapeDtypeStruct(x.shape, FLOAT32, sharding=_sharding(x))
+        return x.update(dtype=dtype)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=_sharding(x))
 
 
 def _sharding(x: Any) -> Any:
@@ -594,6 +629,13 @@ class _Reasons:
             return "all that read it round it"
         if number in stored.unread:
             return "nothing reads it"
+        if leaf in self._program.call.own:
+            return "the function takes it in half alone"
+        if self._program.leaves[leaf].number in self._program.mixed:
+            return (
+                "its argument holds arrays that the function takes in half alone, and "
+                "it would not be told from them"
+            )
         if number not in stored.why_not:
             return "it is no float32 array"
         eqn = stored.why_not[number]

@@ -201,17 +201,42 @@ def test_under_float32_nothing_changes():
     assert serve.report(params, x).bytes_after == serve.report(params, x).bytes_before
 
 
-def test_half_weights_stay():
-    """A model of half weights: its results have the dtypes that it gives them."""
+def test_half_weights_count_as_stored():
+    """They cannot be told from stored ones: results are those of float32 weights."""
 
     def fun(params, x):
         x = x.astype(params["w"].dtype) * params["scale"]
         return x @ params["w"]
 
-    params = {"scale": jnp.ones((1, 16)), "w": layer_weights()["q"]}
-    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
-    stored = serves(fun, BF16, params, inputs())
-    same_bits(stored[0], params)
+    half = {"scale": jnp.ones((1, 16)), "w": layer_weights()["q"]}
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), half)
+    full = jax.tree.map(lambda w: w.astype(jnp.float32), half)
+    stored = serves(fun, BF16, full, inputs())
+    serve = for_inference(fun, BF16)
+    same_bits(serve.store(half, inputs())[0], half)
+    same_bits(serve(half, inputs()), serve(*stored))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_stored_serves_any_call(policy):
+    """Of a batch of one a bias is read unrounded, of a mean the whole table."""
+
+    def apply(w, tokens):
+        hidden = jax.nn.relu(w["table"][tokens] @ w["up"] + w["bias"])
+        return hidden @ w["down"]
+
+    def mean(w, tokens):
+        return w["table"][tokens].mean(0)
+
+    full = {"table": random(50, 64), "up": random(64, 64)}
+    full |= {"bias": random(1, 64), "down": random(64, 50)}
+    stored, _ = for_inference(apply, policy).store(full, jnp.arange(8))
+    assert set(dtypes(stored)) == {HALF[policy]}
+    values = jax.tree.map(lambda w: w.astype(jnp.float32), stored)
+    for fun in (apply, mean):
+        serve = for_inference(fun, policy)
+        for tokens in (jnp.arange(1), jnp.arange(8)):
+            same_bits(serve(stored, tokens), serve(values, tokens))
 
 
 def cached(w, cache, x, at):
@@ -237,6 +262,29 @@ def test_half_arrays_of_the_functions_own(policy):
     same_bits(jax.jit(elsewhere)(*stored), want)
     report = serve.report(*args)
     assert report.leaves[-1].before == report.leaves[-1].after == "bfloat16"
+    explain(serve)(*args)
+    explain(serve)(*stored)
+    diagnose(serve)(*stored)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_could_not_be_told_from_own_arrays_is_not_stored(policy):
+    """One layer takes its weights in half alone, and one in float32 alone."""
+
+    def layer(x, w):
+        return jax.lax.conv(x, w, (1,), "SAME")
+
+    def fun(w, x):
+        hidden = jnp.tanh(layer(x, w["full"]))
+        return layer(hidden.astype(HALF[policy]), w["half"]).astype(x.dtype)
+
+    w = {"full": random(16, 16, 3), "half": random(16, 16, 3).astype(HALF[policy])}
+    args = w, random(4, 16, 8)
+    serve = for_inference(fun, policy)
+    stored = serve.store(*args)
+    assert dtypes(stored[0]) == ["float32", HALF[policy]]
+    assert "told from" in serve.report(*args).leaves[0].reason
+    same_bits(jax.jit(serve)(*stored), jax.jit(mixed_precision(fun, policy))(*args))
 
 
 def test_what_a_function_takes_in_no_dtype():
