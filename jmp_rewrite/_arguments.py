@@ -299,6 +299,51 @@ def changed(arguments: Any, results: Flat) -> dict[int, int]:
     }
 
 
+def same_places(old: Any, new: Any) -> list[int] | None:
+    """Returns for each leaf of a tree which leaf of another one has its place.
+
+    Args:
+      old: the structure of the other one, among the arguments of a `pure_call`.
+      new: the structure of the tree, among its results. A module that is among the
+        arguments, too, is changed there, and has no leaves.
+
+    Returns:
+      The numbers of the leaves; None if the trees differ.
+    """
+    found: list[int] = []
+    stack = [(old, new, 0)]
+    while stack:
+        before, after, first = stack.pop()
+        if before == after:
+            found += range(first, first + before.num_leaves)
+            continue
+        pair = before.node_data(), after.node_data()
+        if None in pair or pair[0][0] is not pair[1][0]:
+            return None
+        (kind, one), (_, other) = pair
+        if is_same := _is_same_module(kind, one, other):
+            found += range(first, first + after.num_leaves)
+            continue
+        children = before.children(), after.children()
+        if is_same is False or one != other or len({*map(len, children)}) > 1:
+            return None
+        inner = []
+        for each in zip(*children, strict=True):
+            inner.append((*each, first))
+            first += each[0].num_leaves
+        stack += reversed(inner)
+    return found
+
+
+def _is_same_module(kind: type, old: Any, new: Any) -> bool | None:
+    """Whether two nodes are one module, or hold the same; None if they are none."""
+    if "flax.nnx" not in sys.modules:
+        return None
+    from jmp_rewrite import _nnx  # it imports Flax
+
+    return _nnx.is_same(old, new) if _nnx.is_module(kind) else None
+
+
 def merged(args: Any) -> Any:
     """Returns arguments of a `pure_call` as `fun` takes them, in new modules."""
     if "flax.nnx" not in sys.modules:

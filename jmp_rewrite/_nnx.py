@@ -178,6 +178,30 @@ def _merge(tree: Any, is_inner: bool) -> Any:
     )
 
 
+def is_module(kind: type) -> bool:
+    """Whether a tree node is a module that was taken apart."""
+    return issubclass(kind, _Parts)
+
+
+def is_same(old: Any, new: Any) -> bool:
+    """Whether a result's module is an argument's, or one that holds the same names.
+
+    Args:
+      old: what a `_Parts` among the arguments holds beside its leaves.
+      new: what one among the results does.
+    """
+    (before, paths, _), (after, other_paths, _) = old, new
+    if isinstance(_root(after), nnx.graph.NodeRef):
+        return bool(_root(after).index == _root(before).index)
+    return bool(paths == other_paths)
+
+
+def _root(graphdef: Any) -> Any:
+    """Returns what a graph definition says of the module itself."""
+    nodes = getattr(graphdef, "nodes", None)
+    return nodes[0] if nodes else graphdef
+
+
 def merged(tree: Any) -> Any:
     """Puts modules that were taken apart together again, as new ones."""
     return _merge(tree, is_inner=True)

@@ -24,6 +24,7 @@ from jmp_rewrite._arguments import (
     merged,
     not_a_function,
     pure_call,
+    same_places,
     show,
     show_types,
     user_result,
@@ -470,28 +471,36 @@ class Inference(Generic[P, R]):
         for number, result in self._numbers.state.items():
             before, new = result_leaves(results, result, self._fun)
             old = args[number + hidden]
-            self._check_state(number, result, old, new)
             start = len(tree_util.tree_leaves(args[: number + hidden]))
-            for i in range(len(tree_util.tree_leaves(old))):
-                kept[ahead + before + i] = start + i
+            places = self._check_state(number, result, old, new)
+            for i, place in enumerate(places):
+                kept[ahead + before + i] = start + place
         return kept
 
-    def _check_state(self, number: int, result: int, old: Any, new: Flat) -> None:
+    def _check_state(self, number: int, result: int, old: Any, new: Flat) -> list[int]:
+        """Returns for each array of a result the one of the state whose place it takes.
+
+        Raises:
+          ValueError: if their trees, shapes or dtypes differ.
+        """
         where = f"argument {number} of {name_of(self._fun)} and result {result}"
-        trees: list[Any] = [tree_util.tree_structure(old), new.structure]
-        if trees[0] != trees[1]:
+        structure = tree_util.tree_structure(old)
+        places = same_places(structure, new.structure)
+        if places is None:
             raise ValueError(
                 f"{where}, which takes its place in the next call, expected the same "
-                f"tree, got {trees[0]} and {trees[1]}."
+                f"tree, got {structure} and {new.structure}."
             )
         names = tree_util.tree_flatten_with_path(old)[0]
-        for (path, x), y in zip(names, new.types, strict=True):
+        for place, y in zip(places, new.types, strict=True):
+            path, x = names[place]
             if x.shape != y.shape or x.dtype != y.dtype:
                 raise ValueError(
                     f"{where}, which takes its place in the next call, expected the "
                     f"same arrays, got {x.dtype}{list(x.shape)} and "
                     f"{y.dtype}{list(y.shape)} at {tree_util.keystr(path) or 'it'}."
                 )
+        return places
 
 
 def _run(program: _Program) -> list[Any]:

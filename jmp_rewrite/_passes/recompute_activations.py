@@ -9,7 +9,7 @@ again, from the argument behind a barrier, in the kernel that reads it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax import lax
@@ -17,14 +17,22 @@ from jax import lax
 from jmp_rewrite import _compat
 from jmp_rewrite._passes.by_device import BY_DEVICE, GPU, TPU_V5E, Where
 from jmp_rewrite._passes.edit import Body, Editor
-from jmp_rewrite._passes.match import FLOAT32, depends_on_inputs, is_float, uses
+from jmp_rewrite._passes.match import (
+    FLOAT32,
+    depends_on_inputs,
+    is_call,
+    is_float,
+    uses,
+)
 from jmp_rewrite._passes.program import CASTS, ROUNDING
-from jmp_rewrite._rules import ARITHMETIC, EXACT, LANES
+from jmp_rewrite._rules import ARITHMETIC, COPIES, ELEMENTWISE, EXACT, LANES
 
 # What is computed again, and where. Other TPUs multiply faster than a v5e, but do not
 # compute `erf` faster; and XLA:TPU computes `tanh` twice by itself.
 _BOTH = frozenset({GPU, TPU_V5E})
 _FUNCTIONS = {"erf": _BOTH, "erfc": _BOTH, "tanh": frozenset({GPU})}
+# What computes element by element, or moves: a kernel goes on behind it.
+_FUSED = ELEMENTWISE | ARITHMETIC | COPIES | CASTS | {BY_DEVICE.name}
 # No equation: what none makes, or one that holds a jaxpr.
 _UNKNOWN = -1
 # Results that are made of more stored values than this are not followed: what one
@@ -69,19 +77,10 @@ class _Found:
         functions = {v for v in results if self.is_stored(v)}
         made_of = self._made_of(functions) if functions else {}
         kept = self._kept(made_of, functions)
-        self.devices: dict[Any, frozenset[str]] = {}
-        for var, stored in made_of.items():
-            if not stored or not stored <= kept:
-                continue
-            if var in functions:
-                self.devices[var] = _FUNCTIONS[body.made_by(var).primitive.name]
-                continue
-            found = [self.devices[s] for s in self._large(var) if s in self.devices]
-            if found:
-                on = found[0].intersection(*found[1:])
-                on -= {GPU} if self.is_stored(var) else set()  # there, for a product
-                if on:
-                    self.devices[var] = on
+        again = [v for v, made in made_of.items() if made and made <= kept]
+        self.devices = self._devices(again, functions, frozenset())
+        if written := self._written_again(functions):
+            self.devices = self._devices(again, functions, written)
         self.chain: set[Any] = set()
         stack = list(self.devices)
         while stack:
@@ -91,6 +90,46 @@ class _Found:
                 between = set(self._large(var)) - made_of[var]
                 stack += [s for s in between if s in made_of]
         self.anchors = frozenset().union(*(made_of[v] for v in self.devices))
+
+    def _devices(
+        self, again: Sequence[Any], functions: set[Any], written: frozenset[Any]
+    ) -> dict[Any, frozenset[str]]:
+        """Returns where values are computed again.
+
+        Args:
+          again: those that can be, in the order of their equations.
+          functions: the activation functions among them.
+          written: those that a GPU would write when it computes them again.
+        """
+        devices: dict[Any, frozenset[str]] = {}
+        for var in again:
+            if var in functions:
+                on = _FUNCTIONS[self._body.made_by(var).primitive.name]
+                on -= {GPU} if var in written else set()
+            else:
+                found = [devices[s] for s in self._large(var) if s in devices]
+                on = found[0].intersection(*found[1:]) if found else frozenset()
+                on -= {GPU} if self.is_stored(var) else set()  # there, for a product
+            if on:
+                devices[var] = on
+        return devices
+
+    def _written_again(self, functions: set[Any]) -> frozenset[Any]:
+        """Returns the functions that a GPU computes again for more than one kernel.
+
+        It does not compute them in each, but writes them, in float32.
+        """
+        made_of: dict[Any, set[Any]] = {}  # value -> the functions that it is made of
+        readers: dict[Any, set[int]] = {}
+        for var, on in self.devices.items():
+            made = (made_of[s] for s in self._large(var) if s in made_of)
+            made_of[var] = {var} if var in functions else set().union(*made)
+            if GPU in on:
+                for at, _, read in late_reads(self._editor, self._body, var):
+                    if read.aval.dtype == FLOAT32:
+                        for function in made_of[var]:
+                            readers.setdefault(function, set()).add(at)
+        return frozenset(f for f, at in readers.items() if not _in_one(self._body, at))
 
     def is_stored(self, var: Any) -> bool:
         """Whether a value is half: as it is computed, or rounded for all readers."""
@@ -200,6 +239,45 @@ class _Found:
                 elif self._editor.is_backward(body, at):
                     return True
         return False
+
+
+def _in_one(body: Body, readers: set[int]) -> bool:
+    """Whether one kernel may hold all these, with what is computed of them in it.
+
+    A kernel computes what it reads alone. So an operand of a later one, which reads
+    what this one leads to as well, is computed there.
+    """
+    left, seen = list(readers), set(readers)
+    ends, operands = set[int](), list[Any]()
+    while left:
+        eqn = body.eqns[left.pop()]
+        for var in eqn.outvars:
+            for at, _ in body.reads(var):
+                if at < 0 or at in seen:
+                    continue
+                seen.add(at)
+                name = body.eqns[at].primitive.name
+                if name in _FUSED or is_call(body.eqns[at]):
+                    left.append(at)
+                    operands += body.eqns[at].invars
+                else:
+                    ends.add(at)
+    return not ends or not _follows(body, operands, ends)
+
+
+def _follows(body: Body, values: Iterable[Any], ends: set[int]) -> bool:
+    """Whether one of these values is computed of the results of one of these."""
+    first = min(ends)
+    left, seen = [body.maker.get(v, -1) for v in values if not hasattr(v, "val")], set()
+    while left:
+        at = left.pop()
+        if at in ends:
+            return True
+        if at > first and at not in seen:
+            seen.add(at)
+            operands = (v for v in body.eqns[at].invars if not hasattr(v, "val"))
+            left += [body.maker.get(v, -1) for v in operands]
+    return False
 
 
 def _is_cast(eqn: Any) -> bool:

@@ -21,6 +21,7 @@ from jmp_rewrite._precision.signs import nonnegative
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
     KEEPS_OFFSET,
+    MOST_TERMS,
     SCALES,
     between_cotangents,
     is_made_of,
@@ -57,6 +58,7 @@ _KEEPS_RELATIVE = (
 )
 # A gradient is the same one behind these.
 _SAME_GRADIENT = SCALES | VIEWS | TAKES_APART | {"clamp", "max", "min"}
+_CHOICES = EITHER | {"select_n"}
 _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 
 
@@ -85,7 +87,7 @@ def differences(
       made: the nodes that have a matrix multiplication upstream.
       small: statistics, which a normalization subtracts from what they are of.
       ends: gradients that an update reads, through which nothing is followed.
-      contrasts: differences of two of those.
+      contrasts: differences of two gradients.
     """
     ends = ends | products
     promoted, offset = promoted_nodes(graph, made, products), _holds_offset(graph, made)
@@ -98,6 +100,8 @@ def differences(
     found: dict[int, int] = {}
     for node in sorted(graph.nodes, key=lambda n: n.name not in LOGARITHMS):
         in_loss = node.index in loss
+        if node.index in contrasts:
+            follow_back(node, promoted, graph, found, products)
         if node.index in in_layers:
             is_sum = is_backward(node) and node.name in SUMS and len(node.inputs) == 2
             if is_sum and any(v.node in outside for v in node.inputs):
@@ -111,8 +115,6 @@ def differences(
         elif is_backward(node) and _projects(node, graph):
             follow_back(node, promoted, graph, found, ends)
             continue
-        if node.index in contrasts:
-            follow_back(node, promoted, graph, found, products)
         if node.name in LOGARITHMS or _is_log_of_difference(node, positive):
             follow_back(node, promoted, graph, found, ends, near=True)
         elif _adds_number(node, positive):
@@ -137,28 +139,74 @@ def differences(
     return found
 
 
-def contrasted(graph: Graph, gradients: set[int]) -> dict[int, set[int]]:
+# A gradient: the node, which of its results, and how that was taken apart.
+_Gradient = tuple[int, int, tuple[Hashable, ...]]
+# Of each its sign.
+_Gradients = dict[_Gradient, int]
+
+
+def contrasted(graph: Graph) -> dict[int, set[int]]:
     """Returns the differences of two gradients, as of two phases, and what made these.
 
-    A sum of one and of the negative of the other is such a difference, too.
-
-    Args:
-      graph: the program.
-      gradients: what its backward passes hand to updates.
+    A gradient is what code outside of the backward passes reads of one: an optimizer,
+    or a loss. It may have been scaled, bounded, chosen and added to others before.
     """
     found: dict[int, set[int]] = {}
+    holds: dict[int, _Gradients] = {}
     for node in graph.nodes:
-        is_sub = node.name == "sub"
-        if node.name not in SUMS or not (is_sub or not is_backward(node)):
+        if is_backward(node):
             continue
-        if len(node.inputs) != 2:
+        operands = [_gradients_in(v, holds, graph) for v in node.inputs]
+        if not any(operands):
             continue
-        first, second = (_gradient(v, gradients, graph) for v in node.inputs)
-        if first is None or second is None or first[:2] == second[:2]:
-            continue
-        if is_sub or first[2] != second[2]:
-            found[node.index] = {_maker(n, graph) for n in (first[0], second[0])}
+        if node.name in SUMS and len(operands) == 2:
+            first, second = operands
+            if node.name == "sub":
+                second = _negated(second)
+            apart = {g: (first | second)[g] for g in first.keys() ^ second.keys()}
+            signs = [{apart[g] for g in each if g in apart} for each in operands]
+            if all(signs) and len(signs[0] | signs[1]) == 2:
+                found[node.index] = {_maker(index, graph) for index, *_ in apart}
+            own = first | second
+        elif node.name in SUMS:
+            own = _negated(operands[0]) if 0 in node.literals else operands[0]
+        else:
+            own = _same_gradients(node, operands)
+        if own and len(own) <= MOST_TERMS:
+            holds[node.index] = own
     return found
+
+
+def _gradients_in(
+    value: Value, holds: dict[int, _Gradients], graph: Graph
+) -> _Gradients:
+    """Returns the gradients that a value is a sum of."""
+    if value.node < 0:
+        return {}
+    node = graph.nodes[value.node]
+    if is_backward(node):
+        return {(value.node, value.result, ()): 1}
+    own = holds.get(value.node, {})
+    if own and node.name in TAKES_APART:
+        part = str(node.eqn.params), value.result
+        return {(n, r, (*parts, part)): sign for (n, r, parts), sign in own.items()}
+    return own
+
+
+def _same_gradients(node: Node, operands: list[_Gradients]) -> _Gradients:
+    """Returns the gradients that a node hands on, of those in its operands."""
+    pairs = list(zip(node.inputs, operands, strict=True))
+    if node.name not in _CHOICES:
+        pairs = [(v, own) for v, own in pairs if v.size > 1 or len(pairs) == 1]
+        if node.name not in _SAME_GRADIENT or len(pairs) != 1:
+            return {}
+    found = {g: sign for _, own in pairs for g, sign in own.items()}
+    is_negated = node.name == "neg" or any(np.any(x < 0) for x in _factors(node))
+    return _negated(found) if is_negated else found
+
+
+def _negated(gradients: _Gradients) -> _Gradients:
+    return {g: -sign for g, sign in gradients.items()}
 
 
 def _maker(index: int, graph: Graph) -> int:
@@ -166,30 +214,6 @@ def _maker(index: int, graph: Graph) -> int:
     node = graph.nodes[index]
     is_view = node.name in VIEWS and len(node.inputs) == 1
     return source_of(node.inputs[0], graph).node if is_view else index
-
-
-def _gradient(
-    value: Value, gradients: set[int], graph: Graph
-) -> tuple[int, Hashable, int] | None:
-    """Returns which gradient, and which part of it, a value is, scaled and bounded.
-
-    With it comes its sign; None if it is none.
-    """
-    parts: tuple[Hashable, ...] = ()
-    sign = 1
-    while value.node not in gradients:
-        node = graph.nodes[value.node] if value.node >= 0 else None
-        if node is None or node.name not in _SAME_GRADIENT:
-            return None
-        large = [v for v in node.inputs if v.size == value.size or v.size > 1]
-        if len(large) != 1:
-            return None
-        if node.name in TAKES_APART:
-            parts = (*parts, (str(node.eqn.params), value.result))
-        if node.name == "neg" or any(np.any(x < 0) for x in _factors(node)):
-            sign = -sign
-        (value,) = large
-    return value.node, parts, sign
 
 
 def _factors(node: Node) -> Iterable[Any]:

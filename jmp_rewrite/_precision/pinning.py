@@ -182,7 +182,7 @@ def _pin_read_unrounded(
     layered = nonlinearities(graph, products, made)
     ends = origins.gradients(graph, products)
     sharp = read_sharply(graph, products, pins.out_of_range, layered, ends)
-    contrasts = contrasted(graph, ends)
+    contrasts = contrasted(graph)
     found = differences(graph, products, made, small, ends, contrasts.keys())
     pins.contrasts = frozenset(products & set().union(*contrasts.values()))
     held = {n: r for n, r in found.items() if n not in sharp}

@@ -1013,6 +1013,31 @@ def test_nnx_caches_are_stored_in_place():
     assert plain.cache[...].dtype == jnp.float32
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_nnx_caches_as_a_result(copy):
+    """The functional form: the state of a module comes as an argument, and returns."""
+    definition, weights, cache = nnx.split(Decoder(nnx.Rngs(0)), nnx.Param, ...)
+
+    def step(weights, cache, x):
+        module = nnx.merge(definition, weights, cache, copy=copy)
+        return module(x, 3), nnx.state(module, nnx.Cache)
+
+    def swapped(weights, cache, x):
+        return step(weights, cache, x)[0], weights
+
+    args = weights, cache, inputs(1)
+    want, full = jax.jit(mixed_precision(step, BF16))(*args)
+    serve = for_inference(step, BF16, state={1: 1})
+    stored = serve.store(*args)
+    assert set(dtypes(stored[1])) == {"bfloat16"}
+    got, new = jax.jit(serve)(*stored)
+    same_bits(got, want)
+    assert jax.tree.structure(new) == jax.tree.structure(full)
+    same_bits(new, jax.tree.map(lambda x: x.astype(jnp.bfloat16), full))
+    with pytest.raises(ValueError, match="the same tree"):
+        for_inference(swapped, BF16, state={1: 1}).store(*args)
+
+
 @pytest.mark.parametrize("jit", [nnx.jit, lambda fun: fun])
 def test_under_float32_nnx_modules_change_in_place(jit):
     plain, served, x = Decoder(nnx.Rngs(0)), Decoder(nnx.Rngs(0)), inputs(1)

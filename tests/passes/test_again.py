@@ -115,6 +115,22 @@ def test_tanh_is_computed_again_on_gpus():
     assert found and set(found.values()) == {frozenset({GPU})}
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("activation", [jax.nn.gelu, exact_gelu])
+def test_what_two_kernels_read_is_stored(activation, mixed):
+    """A gate's cotangent is put beside that of its argument, which a product ends."""
+    (mix,) = weights((F // 2, F // 2))
+
+    def gated(h):
+        value, gate = jnp.split(h, 2, axis=1)
+        value = activation(value @ mix if mixed else value)
+        return jnp.tile(value * gate, 2)
+
+    found = restored(*step_of(gated, biased=False))
+    on_gpu = [devices for devices in found.values() if GPU in devices]
+    assert bool(on_gpu) != mixed
+
+
 def test_recomputation_starts_from_stored_values():
     """From the product's rounded result, behind a barrier; no product runs twice."""
     step, params, x = step_of(exact_gelu, gated=True)
