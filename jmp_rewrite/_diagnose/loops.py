@@ -36,6 +36,7 @@ from jmp_rewrite._rules import held_jaxprs
 # Once one of program and shadow has left a `while`, the other goes on for so many times
 # as many iterations, and so many more: it may never leave.
 _PATIENCE, _LEAST = 10, 1000
+_MANY = 2**31
 
 
 def scan(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
@@ -60,7 +61,12 @@ def scan(e: Shadow, eqn: Any, pairs: list[Pair]) -> list[Pair]:
 
 
 def _iterations(eqn: Any) -> int:
-    """Returns how often what an equation holds runs, with the scans in it."""
+    """Returns how often what an equation holds runs, with the loops in it.
+
+    How often a `while` runs nobody knows, and each time it is compiled anew.
+    """
+    if eqn.primitive.name == "while":
+        return _MANY
     bodies = map(_compat.open_jaxpr, held_jaxprs(eqn))
     inside = [_iterations(e) for body in bodies for e in body.eqns if held_jaxprs(e)]
     length = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1

@@ -10,50 +10,18 @@ import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import HALVES
 from jmp_rewrite._passes.by_device import GPU, Where
 from jmp_rewrite._passes.edit import Body, Editor
 from jmp_rewrite._passes.match import (
-    feeding,
     is_float32,
     is_half_product,
-    is_no_product,
     is_widening,
     makers,
     number_of,
     only_reader,
-    uses,
 )
 from jmp_rewrite._passes.program import CASTS, ROUNDING
-from jmp_rewrite._rules import COMPARISONS, MOVES
 
-# What layers are made of, normalizations among them: of a value that is rounded before
-# they have an error of its own size.
-_FUNCTIONS = MOVES | {
-    "abs",
-    "add",
-    "broadcast_in_dim",
-    "by_device",
-    "clamp",
-    "div",
-    "erf",
-    "expm1",
-    "integer_pow",
-    "logistic",
-    "max",
-    "min",
-    "mul",
-    "neg",
-    "reduce_sum",
-    "rsqrt",
-    "select_n",
-    "sqrt",
-    "square",
-    "sub",
-    "tanh",
-}
-# A number is still a part of the sum behind these.
-_LINEAR = MOVES | {"add", "broadcast_in_dim", "by_device", "mul", "neg", "sub"}
 # What may stand between a convolution and its bias: a view of all of it.
 _VIEWS = frozenset({"copy", "expand_dims", "reshape", "squeeze", "transpose"})
 
@@ -132,57 +100,7 @@ def _biased(editor: Editor, body: Body, conv: Any, wide: Any) -> tuple[Any, Any]
     features = result.aval.shape[conv.params["dimension_numbers"].out_spec[1]]
     small, _ = _spread(body, bias)
     is_bias = is_float32(bias) and 1 < math.prod(small.aval.shape) <= features
-    return (total, bias) if is_bias and _is_rounded_later(editor, body, total) else None
-
-
-def _is_rounded_later(editor: Editor, body: Body, total: Any) -> bool:
-    """Whether nothing but a layer reads a sum before rounding.
-
-    What else reads it in float32 may need its last digits, as the square of a residual
-    does: a sum with what is exact is no layer's, and nor is a number that is taken off
-    before any nonlinear function.
-    """
-    own, terms = {(body, total)}, []
-    stack = [(body, total, True)]
-    while stack:
-        *value, is_linear = stack.pop()
-        for inner, index, position in uses(*value):
-            if index < 0:
-                return False
-            eqn = inner.eqns[index]
-            name = eqn.primitive.name
-            is_rounded = name in CASTS and eqn.outvars[0].aval.dtype in HALVES
-            if is_rounded or name in COMPARISONS:
-                continue
-            if name not in _FUNCTIONS:
-                return False
-            others = [v for i, v in enumerate(eqn.invars) if i != position]
-            if name in ("add", "sub"):
-                if is_linear and any(_takes_off(inner, name, v) for v in others):
-                    return False
-                atoms = [v for v in eqn.invars if not hasattr(v, "val")]
-                terms += [(inner, v, name) for v in atoms]
-            stays = is_linear and name in _LINEAR
-            stack += [(inner, v, stays) for v in eqn.outvars if (inner, v) not in own]
-            own.update((inner, v) for v in eqn.outvars)
-    return all(
-        (inner, v) in own
-        or number_of(inner, v) is not None
-        or is_widening(inner.made_by(v), editor.half)
-        or (name == "add" and _is_made_of_half(editor, inner, v))
-        for inner, v, name in terms
-    )
-
-
-def _takes_off(body: Body, name: str, other: Any) -> bool:
-    """Whether a sum with a number takes it off."""
-    number = number_of(body, other)
-    return number is not None and (number != 0 if name == "sub" else number < 0)
-
-
-def _is_made_of_half(editor: Editor, body: Body, var: Any) -> bool:
-    read = feeding([(body, var)], is_no_product)
-    return any(v.aval.dtype == editor.half for _, v in read)
+    return (total, bias) if is_bias else None
 
 
 def _streamed(editor: Editor, body: Body, wide: Any) -> tuple[list[Any], Any] | None:

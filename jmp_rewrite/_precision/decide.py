@@ -16,7 +16,8 @@ from jmp_rewrite._precision import placement as _place
 from jmp_rewrite._precision.cost import SORTS, storage
 from jmp_rewrite._precision.local import SCOPE
 from jmp_rewrite._precision.pins import NO_PRODUCT, Pins, bare
-from jmp_rewrite._rules import CHOOSES, COMPARISONS, MOVES, Category, table
+from jmp_rewrite._precision.terms import source_of
+from jmp_rewrite._rules import CHOOSES, COMPARISONS, MOVES, SUMS, Category, table
 
 
 class Label(enum.IntEnum):
@@ -67,8 +68,9 @@ class Plan:
         which holds its own backward pass; before differentiation each reader casts for
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
-      asked: the nodes for which a scope of the policy asks for float32, or a difference
-        of two gradients.
+      asked: the nodes whose float32 no pass may round: what a scope of the policy asks
+        for, or a difference of two gradients, and sums that a matrix multiplication
+        could hold.
       region: what it was traced as; None if nobody said.
       is_differentiated: whether it is known to be differentiated from outside.
       if_differentiated: makes the plan that holds where somebody differentiates it;
@@ -162,8 +164,25 @@ def make_plan(
     rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
     saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
     asked = {i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE)}
-    asked |= pins.contrasts
+    asked |= pins.contrasts | _unrounded_sums(graph, pins)
     return Plan(graph, pins, made, pins.whole_step, nested, saturates, frozenset(asked))
+
+
+def _unrounded_sums(graph: Graph, pins: Pins) -> set[int]:
+    """Returns the sums with a matrix multiplication's result that may not be rounded.
+
+    A compiler could compute them inside of it, in its own dtype.
+    """
+    return {
+        node.index
+        for node in graph.nodes
+        if node.name in SUMS
+        and not pins.may_round(node.index)
+        and any(
+            v.node >= 0 and pins.reads_half(source_of(v, graph).node)
+            for v in node.inputs
+        )
+    }
 
 
 def _follow_exactly(graph: Graph, pins: Pins, labels: list[bool]) -> None:
