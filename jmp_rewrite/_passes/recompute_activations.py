@@ -25,7 +25,7 @@ from jmp_rewrite._passes.match import (
     uses,
 )
 from jmp_rewrite._passes.program import CASTS, ROUNDING
-from jmp_rewrite._rules import ARITHMETIC, COPIES, ELEMENTWISE, EXACT, LANES
+from jmp_rewrite._rules import ARITHMETIC, COPIES, ELEMENTWISE, EXACT, JOINS, LANES
 
 # What is computed again, and where. Other TPUs multiply faster than a v5e, but do not
 # compute `erf` faster; and XLA:TPU computes `tanh` twice by itself.
@@ -244,8 +244,8 @@ class _Found:
 def _in_one(body: Body, readers: set[int]) -> bool:
     """Whether one kernel may hold all these, with what is computed of them in it.
 
-    A kernel computes what it reads alone. So an operand of a later one, which reads
-    what this one leads to as well, is computed there.
+    What is put beside the result of a later kernel is computed there, as the cotangent
+    of a gate is, beside that of its argument behind a convolution.
     """
     left, seen = list(readers), set(readers)
     ends, operands = set[int](), list[Any]()
@@ -259,7 +259,8 @@ def _in_one(body: Body, readers: set[int]) -> bool:
                 name = body.eqns[at].primitive.name
                 if name in _FUSED or is_call(body.eqns[at]):
                     left.append(at)
-                    operands += body.eqns[at].invars
+                    if name in JOINS or body.made_by(var, "pad") is not None:
+                        operands += body.eqns[at].invars
                 else:
                     ends.add(at)
     return not ends or not _follows(body, operands, ends)

@@ -57,7 +57,8 @@ _KEEPS_RELATIVE = (
     }
 )
 # A gradient is the same one behind these.
-_SAME_GRADIENT = SCALES | VIEWS | TAKES_APART | {"clamp", "max", "min"}
+_BOUNDED = VIEWS | TAKES_APART | {"clamp", "max", "min"}
+_SAME_GRADIENT = SCALES | _BOUNDED
 _CHOICES = EITHER | {"select_n"}
 _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 
@@ -98,6 +99,7 @@ def differences(
     relative = _read_relatively(graph, products, made)
     outside = _terms_outside(graph, in_layers, made)
     found: dict[int, int] = {}
+    near: dict[int, int] = {}  # apart: they end where others go on
     for node in sorted(graph.nodes, key=lambda n: n.name not in LOGARITHMS):
         in_loss = node.index in loss
         if node.index in contrasts:
@@ -116,7 +118,7 @@ def differences(
             follow_back(node, promoted, graph, found, ends)
             continue
         if node.name in LOGARITHMS or _is_log_of_difference(node, positive):
-            follow_back(node, promoted, graph, found, ends, near=True)
+            follow_back(node, promoted, graph, near, ends, near=True)
         elif _adds_number(node, positive):
             if in_loss or node.index in relative:
                 follow_back(node, promoted, graph, found, ends)
@@ -127,7 +129,8 @@ def differences(
             if not beside and (exact or any(map(np.any, node.literals.values()))):
                 beside = in_loss or node.index in relative
             if _cancels(node, promoted, beside):
-                follow_back(node, promoted, graph, found, ends, near=bool(exact))
+                to = near if exact else found
+                follow_back(node, promoted, graph, to, ends, near=bool(exact))
             if _cancels(node, offset, known):
                 follow_back(node, offset, graph, found, ends)
             if len(node.inputs) == 2:
@@ -136,7 +139,7 @@ def differences(
             stops = products | small if node.index in in_layers else products
             turns = between_cotangents(node, graph, stops) & promoted
             found |= {n: node.index for n in turns if n not in found}
-    return found
+    return found | near
 
 
 # A gradient: the node, which of its results, and how that was taken apart.
@@ -400,14 +403,25 @@ def _normalizes(node: Node, graph: Graph, small: set[int]) -> bool:
 
 
 def _is_picked(index: int, graph: Graph) -> bool:
-    """Whether a mask picks what is summed, as one-hot vectors do: no statistic."""
-    node = graph.nodes[index]
-    if node.name != "reduce_sum" or not node.inputs or node.inputs[0].node < 0:
-        return False
-    terms = graph.nodes[node.inputs[0].node]
-    return terms.name == "mul" and any(
-        is_indicator(v, graph.nodes) for v in terms.inputs
-    )
+    """Whether a mask picks what is summed, as one-hot vectors do: no statistic.
+
+    Nor are parts of it, bounded, and differences of such.
+    """
+    left = [index]
+    for index in left:
+        node = graph.nodes[index]
+        before = [v.node for v in node.inputs if v.node >= 0 and v.made_of_data]
+        if not before or len(left) > MOST_TERMS:
+            return False
+        if node.name in _BOUNDED | SUMS:
+            left += before
+            continue
+        terms = graph.nodes[before[0]]
+        if node.name != "reduce_sum" or terms.name != "mul":
+            return False
+        if not any(is_indicator(v, graph.nodes) for v in terms.inputs):
+            return False
+    return True
 
 
 def _is_exponent(node: Node, graph: Graph) -> bool:

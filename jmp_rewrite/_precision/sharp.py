@@ -13,11 +13,13 @@ import numpy as np
 
 from jmp_rewrite._graph import Graph, Node
 from jmp_rewrite._precision.origins import leads_to_product, up_to_exponents
-from jmp_rewrite._precision.terms import PARTS, source_of
-from jmp_rewrite._rules import SHARP
+from jmp_rewrite._precision.terms import PARTS, SCALES, source_of
+from jmp_rewrite._rules import COPIES, SHARP, SUMS
 
 # A rounding, half an epsilon, is two epsilons in this power: what the law allows.
 _POWER = 4
+_RUNNING_SUMS = frozenset({"cumsum"})
+_MOVED = COPIES | SUMS
 # Of a value and numbers these are that value, as far as its relative error goes.
 _SAME_BASE = frozenset({"clamp", "max", "min", "neg", "select_n"})
 
@@ -56,7 +58,32 @@ def read_sharply(
             direct = (s for n in (node.index, *read) for s in reads[n])
             for source in (*read, *products.intersection(direct)):
                 found.setdefault(source, node.index)
+    for node in graph.nodes:
+        if node.name in _RUNNING_SUMS:
+            for source in _summed_terms(node, graph, products | ends):
+                found.setdefault(source, node.index)
     return found
+
+
+def _summed_terms(node: Node, graph: Graph, stops: AbstractSet[int]) -> set[int]:
+    """Returns the sums that a running sum adds up, and what moves them there.
+
+    Of differences it leaves one term, and the errors of all: they telescope.
+    """
+    found: set[int] = set()
+    stack = [v.node for v in node.inputs]
+    is_sum = False
+    while stack:
+        index = stack.pop()
+        if index < 0 or index in found or index in stops:
+            continue
+        term = graph.nodes[index]
+        is_scaled = term.name in SCALES and len(term.inputs) == 1
+        if is_scaled or term.name in _MOVED:
+            found.add(index)
+            is_sum |= term.name in SUMS
+            stack += [v.node for v in term.inputs]
+    return found if is_sum else set()
 
 
 def _is_sharp(node: Node) -> bool:

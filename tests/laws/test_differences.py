@@ -10,7 +10,7 @@ from amplifying import judge, normal
 from by_hand import DEVICES
 from jax import lax
 
-from jmp_rewrite import mixed_precision_jaxpr
+from jmp_rewrite import explain, mixed_precision, mixed_precision_jaxpr
 
 f32 = np.float32
 OFFSET = np.full((32, 6), 300, f32)
@@ -159,3 +159,60 @@ def test_two_gradients_that_contrast_are_unrounded(fun, device):
     rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
     for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
         assert verdict.holds, verdict
+
+
+def knots_of(a, c, x):
+    """Positions of a spline's knots, and their slopes."""
+    h = x @ a + c[None]
+    return jnp.cumsum(jax.nn.softmax(h), -1) * 6 - 3, jax.nn.softplus(h)
+
+
+def joined(a, c, b, x, y):
+    """The cotangents of a difference reach a running sum through a stack."""
+    knots, slopes = jnp.stack(knots_of(a, c, x))
+    width = knots[:, 1:] - knots[:, :-1]
+    return jnp.mean(((jnp.log(width) * slopes[:, 1:]) @ b - y) ** 2)
+
+
+def picked(a, c, b, x, y):
+    """A mask picks two knots, of whose difference a logarithm is taken."""
+    knots, slopes = knots_of(a, c, x)
+    is_bin = (y[:, :1] >= knots[:, :-1]) & (y[:, :1] < knots[:, 1:])
+    columns = jnp.stack([knots, slopes], axis=-1)
+    mask = is_bin[..., None].astype(f32)
+    left = jnp.sum(mask * columns[:, :-1], axis=1)
+    right = jnp.sum(mask * columns[:, 1:], axis=1)
+    width = jnp.maximum(right[:, 0] - left[:, 0], f32(1e-2))
+    moved = jnp.stack([left[:, 1], jnp.log(width)], axis=-1)
+    return jnp.mean((jnp.tanh(moved @ b[:2]) @ b[:8] - y) ** 2)
+
+
+@pytest.mark.parametrize("loss", [joined, picked])
+@pytest.mark.parametrize("device", DEVICES)
+def test_knots_of_a_spline_are_unrounded(loss, device):
+    def draw(rng):
+        ws = normal(rng, 8, 32, scale=0.3), normal(rng, 32, scale=0.3)
+        return (
+            (*ws, normal(rng, 31, 8, scale=0.2)),
+            normal(rng, 16, 8),
+            normal(rng, 16, 8),
+        )
+
+    def fun(ws, x, y):
+        grads = jax.grad(lambda ws: loss(*ws, x, y))(ws)
+        return jax.tree.map(lambda w, g: w - f32(0.1) * g, ws, grads), grads
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
+        assert verdict.holds, verdict
+
+
+def test_a_difference_is_followed_where_a_logarithm_ends():
+    """A logarithm asks for nothing behind a reduction, a difference does."""
+    args = jnp.ones((8, 32)), jnp.zeros(32), jnp.ones((31, 8))
+    data = jnp.ones((16, 8)), jnp.ones((16, 8))
+    step = mixed_precision(jax.grad(picked, argnums=(0, 1, 2)), "mixed_bfloat16")
+    equations = explain(step)(*args, *data).equations
+    stacked = next(e for e in equations if e.primitive == "stack")
+    assert "read unrounded" in stacked.reason
