@@ -146,7 +146,35 @@ def batched(w, a, b, v):
     return jax.tree.map(lambda g: g[0] - g[1], both)
 
 
-@pytest.mark.parametrize("fun", [divergence, phases, weighted, bounded, batched])
+def guarded(*args):
+    """Behind what an optimizer does to each: a guard, weight decay, the norm's clip."""
+
+    def updated(gradients):
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in gradients))
+        scale = jnp.minimum(f32(1), 10 / norm)
+        is_finite = jnp.isfinite(norm)
+        return [
+            jnp.where(is_finite, g, 0) * scale + f32(1e-4) * w
+            for g, w in zip(gradients, args, strict=False)
+        ]
+
+    return [a - b for a, b in zip(*map(updated, _contrasted(*args)), strict=True)]
+
+
+def trained(w, a, b, v):
+    """In each of two steps, one behind the other."""
+
+    def step(ws, _):
+        first, second = _contrasted(*ws, v)
+        change = jax.tree.map(jnp.subtract, first, second)
+        return jax.tree.map(lambda w, c: w - f32(0.1) * c, ws, change), change
+
+    return jax.lax.scan(step, (w, a, b), None, length=2)[1]
+
+
+@pytest.mark.parametrize(
+    "fun", [divergence, phases, weighted, bounded, batched, guarded, trained]
+)
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_two_gradients_that_contrast_are_unrounded(fun, device):
     columns = 8 if fun is phases else 16

@@ -105,6 +105,20 @@ def centred(params, x):
     return jnp.square(convolve(h, last)).mean()
 
 
+def pixels(params, x):
+    """So it is where the units of an image change first."""
+    first, last, bias = params
+    h = jnp.tanh((convolve(x, first) + bias) / 127.5 - 1.0)
+    return jnp.square(convolve(h, last)).mean()
+
+
+def turned(params, x):
+    """And where a number is added to the negative, behind a bound."""
+    first, last, bias = params
+    h = jnp.tanh(1.0 - jnp.maximum(convolve(x, first) + bias, 0))
+    return jnp.square(convolve(h, last)).mean()
+
+
 def streamed(params, x):
     """Two sums with a stream: behind a bias, and without one."""
     first, last, bias = params
@@ -130,6 +144,8 @@ def images():
         (read_twice, 1, False),  # the result itself is stored
         (reconstructed, 1, False),  # a difference reads the sum unrounded
         (centred, 1, False),
+        (pixels, 1, False),
+        (turned, 1, False),
     ],
 )
 def test_a_bias_is_added_in_the_result_of_a_convolution(loss, groups, found):
