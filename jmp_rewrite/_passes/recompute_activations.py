@@ -38,6 +38,9 @@ _UNKNOWN = -1
 # Results that are made of more stored values than this are not followed: what one
 # kernel would read to compute them grows, and so would the time that this takes.
 _MANY_VALUES = 4
+# What a backward pass makes of an activation is followed no further than this: a
+# residual stream leads through all layers.
+_MOST_IN_KERNEL = 64
 
 
 def recompute_activations(editor: Editor) -> None:
@@ -249,8 +252,8 @@ def _in_one(body: Body, readers: set[int]) -> bool:
     """
     left, seen = list(readers), set(readers)
     ends, operands = set[int](), list[Any]()
-    while left:
-        eqn = body.eqns[left.pop()]
+    while left and len(seen) < _MOST_IN_KERNEL:
+        eqn = body.eqns[left.pop(0)]
         for var in eqn.outvars:
             for at, _ in body.reads(var):
                 if at < 0 or at in seen:
