@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from jmp_rewrite._graph import Graph, Node, Value, is_backward, reached
 from jmp_rewrite._precision.origins import MOVES, SMALL, is_zero
 from jmp_rewrite._precision.terms import source_of
-from jmp_rewrite._rules import PRODUCTS, SUMS
+from jmp_rewrite._rules import LOGARITHMS, PRODUCTS, SUMS
 
 
 def sums_with_exact(
@@ -130,11 +130,12 @@ def follow_back(
       ends: nodes that nothing is followed through, as is what an iteration receives:
         parameters are carried through loops as well.
       near: whether nothing is followed through a reduction: over the many terms of one
-        roundings average out.
+        roundings average out. So it is behind a logarithm.
     """
-    stack = [node]
+    stack = [(node, near)]
     while stack:
-        for value in stack.pop().inputs:
+        reader, near = stack.pop()
+        for value in reader.inputs:
             source = value.node
             if source not in among or source in found:
                 continue
@@ -142,7 +143,7 @@ def follow_back(
                 found[source] = node.index
                 before = graph.nodes[source]
                 if source not in ends and before.name != "carry_in":
-                    stack.append(before)
+                    stack.append((before, near or before.name in LOGARITHMS))
 
 
 def promoted_nodes(graph: Graph, made: set[int], products: set[int]) -> set[int]:
