@@ -38,6 +38,7 @@ from jmp_rewrite._rules import (
     LOGARITHMS,
     PICKS,
     SUMS,
+    SUMS_OVER_DEVICES,
     TAKES_APART,
 )
 
@@ -58,7 +59,7 @@ _KEEPS_RELATIVE = (
 )
 # A gradient is the same one behind these.
 _BOUNDED = VIEWS | TAKES_APART | {"clamp", "max", "min"}
-_SAME_GRADIENT = SCALES | _BOUNDED
+_SAME_GRADIENT = SCALES | _BOUNDED | SUMS_OVER_DEVICES
 _CHOICES = EITHER | {"select_n"}
 _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 

@@ -12,17 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from jmp_rewrite._graph import Graph, Node, is_backward, reached
-from jmp_rewrite._rules import Category, table
-
-_SUMS_OVER_DEVICES = frozenset(
-    {
-        "psum",
-        "psum_invariant",
-        "reduce_scatter",
-        "unreduced_psum",
-        "unreduced_reduce_scatter",
-    }
-)
+from jmp_rewrite._rules import SUMS_OVER_DEVICES, Category, table
 
 
 def summed_in_half(
@@ -44,7 +34,7 @@ def summed_in_half(
     sums = {
         n.index
         for n in nodes
-        if n.name in _SUMS_OVER_DEVICES
+        if n.name in SUMS_OVER_DEVICES
         and full[n.index] == f"full: {table.reason(n.name, Category.DENY)}"
         and n.index in after
         and n.index not in useful

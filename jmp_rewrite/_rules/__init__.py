@@ -22,6 +22,7 @@ from jmp_rewrite._rules.attributes import (
     PICKS,
     SELECTS,
     SUMS,
+    SUMS_OVER_DEVICES,
     TAKES_APART,
     VIEWS,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "SELECTS",
     "SHARP",
     "SUMS",
+    "SUMS_OVER_DEVICES",
     "TAKES_APART",
     "VIEWS",
     "default_rules",

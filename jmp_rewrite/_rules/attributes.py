@@ -77,6 +77,16 @@ PICKS = frozenset(
 ADDS = frozenset({"add", "add_any"})
 SUMS = ADDS | {"sub"}
 
+SUMS_OVER_DEVICES = frozenset(
+    {
+        "psum",
+        "psum_invariant",
+        "reduce_scatter",
+        "unreduced_psum",
+        "unreduced_reduce_scatter",
+    }
+)
+
 # These put values beside each other.
 JOINS = frozenset({"concatenate", "stack"})
 
