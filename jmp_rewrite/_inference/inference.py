@@ -273,6 +273,7 @@ class Inference(Generic[P, R]):
 
         @functools.wraps(self._fun, updated=())
         def of_stored(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._placed(args, kwargs)
             halves = {i for i, x in enumerate(args) if i in numbers and _holds_half(x)}
             if not halves:
                 return self._fun(*args, **kwargs)
@@ -309,19 +310,23 @@ class Inference(Generic[P, R]):
         }
 
     def _bound(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call's arguments at their positions, what is static hidden."""
+        args, kwargs = self._placed(args, kwargs)
+        check_call(self._fun, self._numbers, args)
+        return self._hide(tuple(args), dict(kwargs))
+
+    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns a call's arguments with those given by name at their positions."""
         if kwargs:
             try:
                 bound = inspect.signature(self._fun).bind(*args, **kwargs)
             except ValueError:  # a function of C tells nothing
-                pass
-            else:
-                last = max(*self._numbers.weights, *self._numbers.state, -1, -1)
-                if last >= len(bound.args):  # there are defaults before it
-                    bound.apply_defaults()
-                args, kwargs = bound.args, bound.kwargs
-        check_call(self._fun, self._numbers, args)
-        return self._hide(tuple(args), dict(kwargs))
+                return args, kwargs
+            last = max(*self._numbers.weights, *self._numbers.state, -1, -1)
+            if last >= len(bound.args):  # there are defaults before it
+                bound.apply_defaults()
+            return bound.args, bound.kwargs
+        return args, kwargs
 
     def _leaves(self, tree: Any, hidden: int) -> list[Leaf]:
         """Returns the arrays of a call, once weights and state are seen to be some."""

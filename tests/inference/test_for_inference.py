@@ -267,6 +267,16 @@ def test_half_arrays_of_the_functions_own(policy):
     diagnose(serve)(*stored)
 
 
+def test_a_report_of_arguments_by_name_is_of_what_runs():
+    def fun(w, x):
+        return jax.lax.dot(jnp.tanh(x), w)
+
+    serve = for_inference(fun, BF16)
+    w, x = serve.store(random(16, 16), random(4, 16))
+    same_bits(serve(w=w, x=x), serve(w, x))
+    assert explain(serve)(w=w, x=x).half_flops == explain(serve)(w, x).half_flops == 1
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_could_not_be_told_from_own_arrays_is_not_stored(policy):
     """One layer takes its weights in half alone, and one in float32 alone."""
