@@ -145,19 +145,9 @@ class _Program(NamedTuple):
     mixed: frozenset[int]
 
     @property
-    def traced(self) -> _rewrite.Traced:
-        """The call, with all that is stored as float32."""
-        return self.call.traced
-
-    @property
     def leaves(self) -> list[Leaf]:
         """The arrays of the call."""
         return self.call.leaves
-
-    @property
-    def kept(self) -> dict[int, int]:
-        """Number of a result -> of the array whose place it takes in the next call."""
-        return self.call.kept
 
     def is_stored(self, leaf: int) -> bool:
         """Whether an array of the call is stored in half."""
@@ -198,7 +188,7 @@ class Inference(Generic[P, R]):
                 program = self._program(policy, pure, tree, hidden, as_given=True)
                 with jax.named_scope(REWRITTEN):
                     results = _run(program)
-                return finish(program.traced.rebuild(results))
+                return finish(program.call.traced.rebuild(results))
             self._of_float32(policy, pure, tree, hidden)
         return _transform.mixed_precision(self._fun, policy)(*args, **kwargs)
 
@@ -302,7 +292,7 @@ class Inference(Generic[P, R]):
         with pure_call(self._fun, given, named) as (pure, pargs, pkwargs, _):
             tree = hide((pargs, pkwargs))
             hidden = len(pargs) - len(given)
-            call = self._program(policy, pure, tree, hidden, as_given=True).call
+            call = self._traced(policy, pure, tree, hidden)
         return {
             id(x.value)
             for i, x in enumerate(call.leaves)
@@ -511,14 +501,14 @@ class Inference(Generic[P, R]):
 def _run(program: _Program) -> list[Any]:
     """Runs a program on its arrays; what comes in half so returns."""
     finished = _rewrite.finished(program.plan, program.stored.closed)
-    consts = _compat.constants(program.traced.closed)
+    consts = _compat.constants(program.call.traced.closed)
     arrays = [
         _in_float32(x.value) if program.is_widened(i) else x.value
         for i, x in enumerate(program.leaves)
     ]
     results = _compat.evaluate(finished.closed, [*consts, *arrays])
     half = program.plan.half
-    widened = {i for i, leaf in program.kept.items() if program.is_widened(leaf)}
+    widened = {i for i, leaf in program.call.kept.items() if program.is_widened(leaf)}
     return [_in_half(x, half) if i in widened else x for i, x in enumerate(results)]
 
 

@@ -337,7 +337,7 @@ class Editor:
         return all(m.backward and not m.recomputed for m in marks)
 
     def is_asked(self, body: Body, index: int) -> bool:
-        """Whether a user asked for the float32 of an equation anywhere."""
+        """Whether an equation may not be rounded: a user said so, or numerics do."""
         return any(m.full for m in self.marks(body, index))
 
     # ---- edits

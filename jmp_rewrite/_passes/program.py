@@ -9,8 +9,9 @@ was decided before, a pass knows what it sees there:
   a `saturating_cast`, is of an operand, or was the user's own. Widening is a plain
   cast. After the passes a rounding becomes the cast `into`.
 - A product of half operands has a half or a float32 result, its dtype.
-- Float32 that a user asked for stands in the name scope of `full_precision`. A pass
-  that rounds or computes again leaves it alone.
+- Float32 that a user asked for stands in the name scope of `full_precision`, and so do
+  sums that a product could hold and that may not be rounded (`Plan.asked`). A pass that
+  rounds or computes again leaves it alone.
 - Backward and recomputed equations are told by the name stack (`Editor.is_backward`).
 
 A pass edits through `Editor` alone. What it inserts is traced from a small function and
