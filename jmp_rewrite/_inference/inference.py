@@ -479,14 +479,14 @@ class Inference(Generic[P, R]):
           ValueError: if their trees, shapes or dtypes differ.
         """
         where = f"argument {number} of {name_of(self._fun)} and result {result}"
-        structure = tree_util.tree_structure(old)
+        names, structure = tree_util.tree_flatten_with_path(old)
         places = same_places(structure, new.structure)
         if places is None:
+            apart = _apart([path for path, _ in names], new.paths)
             raise ValueError(
                 f"{where}, which takes its place in the next call, expected the same "
-                f"tree, got {structure} and {new.structure}."
+                f"tree, got {apart or f'{structure} and {new.structure}'}."
             )
-        names = tree_util.tree_flatten_with_path(old)[0]
         for place, y in zip(places, new.types, strict=True):
             path, x = names[place]
             if x.shape != y.shape or x.dtype != y.dtype:
@@ -496,6 +496,18 @@ class Inference(Generic[P, R]):
                     f"{y.dtype}{list(y.shape)} at {tree_util.keystr(path) or 'it'}."
                 )
         return places
+
+
+def _apart(old: Iterable[Any], new: Iterable[Any]) -> str:
+    """Returns in words which arrays one of two trees alone has, by their paths."""
+    before, after = ([tree_util.keystr(p) for p in paths] for paths in (old, new))
+    apart = []
+    for here, other, which in ((before, after, "argument"), (after, before, "result")):
+        alone = [path or "an array" for path in here if path not in other]
+        if alone:
+            more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
+            apart.append(f"{', '.join(alone[:3])}{more} in the {which} alone")
+    return " and ".join(apart)
 
 
 def _run(program: _Program) -> list[Any]:

@@ -35,8 +35,10 @@ from jmp_rewrite._precision.terms import (
 from jmp_rewrite._rules import (
     COPIES,
     EXPONENTIALS,
+    JOINS,
     LOGARITHMS,
     PICKS,
+    PRODUCTS,
     SUMS,
     SUMS_OVER_DEVICES,
     TAKES_APART,
@@ -57,9 +59,15 @@ _KEEPS_RELATIVE = (
         "square",
     }
 )
-# A gradient is the same one behind these.
+# A gradient is held behind these, of one operand with no gradient in the others.
 _BOUNDED = VIEWS | TAKES_APART | {"clamp", "max", "min"}
-_SAME_GRADIENT = SCALES | _BOUNDED | SUMS_OVER_DEVICES
+_HOLDS_GRADIENT = (
+    SCALES
+    | _BOUNDED
+    | SUMS_OVER_DEVICES
+    | PRODUCTS
+    | {"cumsum", "gather", "reduce_sum"}
+)
 _CHOICES = EITHER | {"select_n"}
 _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 
@@ -101,10 +109,11 @@ def differences(
     outside = _terms_outside(graph, in_layers, made)
     found: dict[int, int] = {}
     near: dict[int, int] = {}  # apart: they end where others go on
+    for index in sorted(contrasts):
+        node = graph.nodes[index]
+        follow_back(node, promoted | products, graph, found, products)
     for node in sorted(graph.nodes, key=lambda n: n.name not in LOGARITHMS):
         in_loss = node.index in loss
-        if node.index in contrasts:
-            follow_back(node, promoted, graph, found, products)
         if node.index in in_layers:
             is_sum = is_backward(node) and node.name in SUMS and len(node.inputs) == 2
             if is_sum and any(v.node in outside for v in node.inputs):
@@ -199,12 +208,12 @@ def _gradients_in(
 
 def _same_gradients(node: Node, operands: list[_Gradients]) -> _Gradients:
     """Returns the gradients that a node hands on, of those in its operands."""
-    pairs = list(zip(node.inputs, operands, strict=True))
-    if node.name not in _CHOICES:
-        pairs = [(v, own) for v, own in pairs if v.size > 1 or len(pairs) == 1]
-        if node.name not in _SAME_GRADIENT or len(pairs) != 1:
+    holding = [i for i, own in enumerate(operands) if own]
+    if node.name not in _CHOICES | JOINS:
+        is_linear = node.name in _HOLDS_GRADIENT and len(holding) == 1
+        if not is_linear or (node.name == "div" and holding[0] != 0):
             return {}
-    found = {g: sign for _, own in pairs for g, sign in own.items()}
+    found = {g: sign for i in holding for g, sign in operands[i].items()}
     is_negated = node.name == "neg" or any(np.any(x < 0) for x in _factors(node))
     return _negated(found) if is_negated else found
 

@@ -87,10 +87,16 @@ def leads_to_product(
 def gradients(graph: Graph, products: set[int]) -> set[int]:
     """Returns what a backward pass hands to code that leads to no product: an update.
 
-    A gradient is a float32 sum. What an optimizer asks of it asks nothing of its terms.
+    That of a loop leads to none before the next iteration. A gradient is a float32 sum.
+    What an optimizer asks of it asks nothing of its terms.
     """
     nodes = graph.nodes
-    leads = products | leads_to_product(products, graph.predecessors(), lambda n: False)
+
+    def ends_iteration(node: int) -> bool:
+        return nodes[node].name == "carry_out"
+
+    before = graph.predecessors()
+    leads = products | leads_to_product(products, before, ends_iteration)
     return {
         value.node
         for node in nodes

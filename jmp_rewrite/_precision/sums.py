@@ -157,6 +157,8 @@ def promoted_nodes(graph: Graph, made: set[int], products: set[int]) -> set[int]
         if node.index not in made or not node.avals or node.index in products:
             continue
         sources = [v.node for v in node.inputs if v.aval.shape]
+        if node.size == 1:
+            sources += [v.node for v in node.inputs if v.node in promoted]
         if any(n not in made or n in promoted for n in sources):
             promoted.add(node.index)
     return promoted

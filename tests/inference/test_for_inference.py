@@ -1150,12 +1150,17 @@ STATE = {"a": jnp.ones((2, 16))}
     ("options", "args", "error", "match"),
     [
         ({"state": {1: 5}}, (STATE,), ValueError, "names result 5 of .* returns 2"),
-        ({"state": {1: 0}}, (STATE,), ValueError, "expected the same tree"),
+        (
+            {"state": {1: 0}},
+            (STATE,),
+            ValueError,
+            r"same tree, got \['a'\] in the argument alone and an array in the result",
+        ),
         (
             {"state": {1: 1}},
             ({"a": jnp.ones((1, 16)), "b": jnp.ones(2)},),
             ValueError,
-            "expected the same tree",
+            r"expected the same tree, got \['b'\] in the argument alone\.",
         ),
         ({"state": {1: 1}}, ({"a": "text"},), TypeError, "expected arrays in argument"),
         ({"state": {1: 1}}, ({"a": 1.5},), TypeError, "expected arrays in argument"),

@@ -172,8 +172,51 @@ def trained(w, a, b, v):
     return jax.lax.scan(step, (w, a, b), None, length=2)[1]
 
 
+def conditioned(*args):
+    """Behind what is linear in each: factors, rows, sums, a running one, a product."""
+
+    def of(w, a, b):
+        mixed = jnp.cumsum(jnp.linspace(f32(0.5), 1, 64).reshape(8, 8) @ w, 0)
+        return mixed, a[jnp.arange(1, 7, 2)].mean(), jnp.roll(b, 1) * (b.size + args[2])
+
+    return jax.tree.map(jnp.subtract, *(of(*g) for g in _contrasted(*args)))
+
+
+def accumulated(w, a, b, v):
+    """Sums over many parts, whose roundings average out."""
+    parts = [_contrasted(w, a, b, v * f32(1 + i / 1000)) for i in range(8)]
+    sums = [
+        functools.reduce(functools.partial(jax.tree.map, jnp.add), g)
+        for g in zip(*parts, strict=True)
+    ]
+    return jax.tree.map(lambda g, h: (g - h) / 8, *sums)
+
+
+def averaged(w, a, b, v):
+    """The same of parts of a batch, in a loop."""
+
+    def mean(v):
+        gradients = jax.grad(free_energy, argnums=(0, 1, 2))
+        return jax.lax.map(lambda v: gradients(w, a, b, v), v.reshape(4, 8, 8))
+
+    first, second = mean(v), mean(v + f32(0.02) * jnp.sin(9 * v))
+    return jax.tree.map(lambda g, h: g.mean(0) - h.mean(0), first, second)
+
+
 @pytest.mark.parametrize(
-    "fun", [divergence, phases, weighted, bounded, batched, guarded, trained]
+    "fun",
+    [
+        divergence,
+        phases,
+        weighted,
+        bounded,
+        batched,
+        guarded,
+        trained,
+        conditioned,
+        accumulated,
+        averaged,
+    ],
 )
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_two_gradients_that_contrast_are_unrounded(fun, device):

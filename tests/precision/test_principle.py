@@ -835,3 +835,30 @@ def test_what_an_optimizer_subtracts_asks_nothing_of_layers(name):
 
     with jax.numpy_dtype_promotion("standard"):
         assert kept(getattr(optax, name)(1e-3)) == kept(optax.adam(1e-3))
+
+
+def test_what_is_subtracted_in_each_iteration_asks_nothing_of_layers():
+    """A gradient is a float32 sum, whatever the next iteration multiplies with."""
+
+    def loss(params, x):
+        for w, b in params:
+            x = jnp.tanh(x @ w + b[None])
+        return jnp.mean(x**2)
+
+    def epoch(update):
+        def step(params, x):
+            return jax.tree.map(update, params, jax.grad(loss)(params, x)), None
+
+        return lambda params, xs: lax.scan(step, params, xs)[0]
+
+    params, xs = (
+        [(w, jnp.zeros(W)) for w in weights(*[(W, W)] * 3)],
+        jnp.ones((2, 4, W)),
+    )
+    xs = jnp.ones((2, 4, W))
+    minus, plus = (lambda p, g: p - 0.1 * g), (lambda p, g: p + g * -0.1)
+    kept = [
+        explain(epoch(update), "mixed_bfloat16")(params, xs).residual_bytes
+        for update in (minus, plus)
+    ]
+    assert kept[0] == kept[1]
