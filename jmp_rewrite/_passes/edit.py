@@ -69,6 +69,7 @@ class Body:
         self._maker: dict[Any, int] | None = None
         self._places: dict[int, int] | None = None
         self._found: dict[str, list[int]] | None = None
+        self._reads: dict[Any, Sequence[tuple[int, int]]] = {}
 
     @property
     def maker(self) -> dict[Any, int]:
@@ -85,17 +86,19 @@ class Body:
             self._places[-1] = -1
         return self._places[number]
 
-    def reads(self, atom: Any) -> list[tuple[int, int]]:
+    def reads(self, atom: Any) -> Sequence[tuple[int, int]]:
         """Returns where a variable is read: (index, position); the results last.
 
         The index of the results is -1. A literal is read nowhere else.
         """
         if hasattr(atom, "val"):
-            return []
-        if self._readers is None:
-            self._readers = _readers(self._numbers, self.eqns, self.outvars)
-        found = [(self.place_of(n), p) for n, p in self._readers.get(atom, ())]
-        return sorted(found, key=_results_last) if len(found) > 1 else found
+            return ()
+        if atom not in self._reads:
+            if self._readers is None:
+                self._readers = _readers(self._numbers, self.eqns, self.outvars)
+            found = [(self.place_of(n), p) for n, p in self._readers.get(atom, ())]
+            self._reads[atom] = sorted(found, key=_results_last)
+        return self._reads[atom]
 
     def find(self, *names: str) -> Iterator[tuple[int, Any]]:
         """Yields the equations of these primitives, with their indices."""

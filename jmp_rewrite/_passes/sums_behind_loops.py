@@ -271,9 +271,22 @@ class _Loop:
         """Returns of which products a value is made by linear operations alone."""
         if _is_literal(var) or var not in self._maker:
             return None
-        if var not in self._terms:
-            self._terms[var] = self._made_by(self._maker[var])
+        stack = [] if var in self._terms else [var]
+        while stack:
+            index = self._maker[stack[-1]]
+            unknown = [v for v in self._linear(index) if v not in self._terms]
+            if not unknown:
+                self._terms[stack.pop()] = self._made_by(index)
+            stack += unknown
         return self._terms[var]
+
+    def _linear(self, index: int) -> list[Any]:
+        """Returns of what values of the body an equation is a linear operation."""
+        eqn = self.eqns[index]
+        if eqn.primitive.name not in LINEAR or not self._is_full(index):
+            return []
+        read = (v for v in eqn.invars if not _is_literal(v))
+        return [v for v in read if v in self._maker]
 
     def _made_by(self, index: int) -> _Terms | None:
         eqn, here = self.eqns[index], frozenset({index})

@@ -8,7 +8,6 @@ through before the next product.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,15 @@ from typing import Any, NamedTuple
 from jax import tree_util
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_float32, reached
+from jmp_rewrite._graph import (
+    EITHER,
+    Graph,
+    Node,
+    Value,
+    elements,
+    is_float32,
+    reached,
+)
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.origins import MOVES, REDUCTIONS
 from jmp_rewrite._precision.terms import source_of
@@ -277,7 +284,7 @@ class _Layer:
         for index in stack:
             for value in self._program.nodes[index].inputs:
                 if value.node < 0 and self._is_own(value):
-                    self._largest = max(self._largest, math.prod(value.aval.shape))
+                    self._largest = max(self._largest, value.size)
         while stack:
             node = self._program.nodes[stack.pop()]
             if node.index not in self._own and self._makes_own(node):
@@ -298,11 +305,10 @@ class _Layer:
         others = [v for v in node.inputs if not (self._is_own(v) or _is_neutral(v))]
         if others:
             return self._is_update(node, others)
-        sizes = [math.prod(aval.shape) for aval in node.avals]
-        if own and all(map(self._is_exact, own)):
-            if max(sizes, default=0) <= max(math.prod(v.aval.shape) for v in own):
-                self._exact.add(node.index)
-        return max(sizes, default=0) <= self._largest
+        size = max(_sizes(node), default=0)
+        if own and all(map(self._is_exact, own)) and size <= max(v.size for v in own):
+            self._exact.add(node.index)
+        return size <= self._largest
 
     def _joins_parameters(self, node: Node) -> bool:
         """Whether parameters of one shape are stacked, this layer's among them."""
@@ -373,7 +379,7 @@ class _Layer:
                 shared, sizes = pairs.setdefault(
                     self._program.root(value), (set(), set())
                 )
-                sizes.add(math.prod(value.aval.shape))
+                sizes.add(value.size)
                 shared.update(
                     self._program.root(v) for v in node.inputs if not self._is_own(v)
                 )
@@ -389,7 +395,7 @@ class _Layer:
     ) -> set[int]:
         both, one = set(), set()
         for node in self._program.transposes:
-            if node.index in products or math.prod(node.avals[0].shape) not in sizes:
+            if node.index in products or _sizes(node)[0] not in sizes:
                 continue
             common = [self._program.root(v) in shared for v in node.inputs]
             if any(common):
@@ -405,9 +411,7 @@ class _Layer:
         its part in one product, are followed: a norm of all gradients is none.
         """
         nodes = self._program.nodes
-        sizes = sizes | {
-            math.prod(v.aval.shape) for n in self._updates for v in nodes[n].inputs
-        }
+        sizes = sizes | {v.size for n in self._updates for v in nodes[n].inputs}
         stack = [
             v.node
             for n in self._updates
@@ -425,7 +429,7 @@ class _Layer:
             node = nodes[index]
             if node.name in PRODUCTS:
                 found.update({index} if node.place.backward else ())
-            elif any(math.prod(a.shape) in sizes for a in node.avals):
+            elif not sizes.isdisjoint(_sizes(node)):
                 stack.extend(v.node for v in node.inputs)
         return found
 
@@ -433,6 +437,11 @@ class _Layer:
         """A result's path starts with its place in the tuple that is returned."""
         inner = path.partition("/")[2]
         return any(map(self._regex.search, filter(None, (path, inner))))
+
+
+def _sizes(node: Node) -> list[int]:
+    """Returns how many elements each result has."""
+    return [elements((aval,)) for aval in node.avals]
 
 
 def _is_neutral(value: Value) -> bool:
@@ -444,5 +453,5 @@ def _looks_up(node: Node) -> bool:
     """Whether data picks rows from a table; one row may be a layer's."""
     if node.name != "gather":
         return False
-    indices = node.eqn.invars[1].aval.shape
-    return math.prod(indices[:-1]) > 1
+    *rows, _ = node.eqn.invars[1].aval.shape
+    return any(n != 1 for n in rows)

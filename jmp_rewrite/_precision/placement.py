@@ -271,7 +271,7 @@ def cheapest(storage: Storage) -> list[bool]:
         return [False] * size
     needs = {(vertex[a], vertex[b], _NEVER) for a, b in storage.needs}
     edges += [e for e in needs if e[0] != e[1] and e[0] != sink]
-    half = _source_side(np.array(edges, np.int64), source, sink)
+    half = _source_side(np.array(edges, np.float64), source, sink)
     return [v in half for v in vertex]
 
 
@@ -294,7 +294,7 @@ def _vertices(storage: Storage, sink: int) -> list[int]:
 def _source_side(edges: np.ndarray, source: int, sink: int) -> set[int]:
     """Returns the vertices that stay with the source in the smallest minimum cut."""
     shape = (sink + 1, sink + 1)
-    rows, columns, exact = edges.T
+    (rows, columns), exact = edges[:, :2].T.astype(np.int64), edges[:, 2]
     parts = _parts(rows, columns, source, sink)
     part = parts[np.where(rows == source, columns, rows)]
     largest = np.zeros(parts.max() + 1)

@@ -62,7 +62,7 @@ _SELECTS = frozenset(
         "top_k",
     }
 )
-_FOLLOWED = _CARRIES | _FUNCTIONS | SUMS
+_FOLLOWED = _CARRIES | _FUNCTIONS | SUMS | _SELECTS
 # A state leads through these from one update to the next; through the linear ones also
 # to an update in a backward pass.
 _LINEAR = _CARRIES | _SELECTS | JOINS | SUMS
@@ -189,15 +189,19 @@ class _Walk:
         backward = (n.index for n in graph.nodes if is_backward(n))
         self._after_backward = reached(backward, self._consumers)
         self._bases: dict[tuple[int, int, bool], frozenset[int]] = {}
-        uses = Counter(w for n in products for w in self._weights(graph.nodes[n]))
+        self._weights = {n: self._weights_of(graph.nodes[n]) for n in products}
+        uses = Counter(w for read in self._weights.values() for w in read)
         self._reused = {weight for weight, count in uses.items() if count > 1}
         self.sums: set[int] = set()
 
     def updates(self, node: Node) -> Iterable[Update]:
         """Returns how a node updates values, of each that it may be an update of."""
         if node.name in _FOLLOWED and node.avals:
-            for functions in (False, True):  # in program order: they ask for no more
-                self.bases(Value(node.avals[0], node.index), functions)
+            # In program order, all of them: they ask for those before them alone.
+            for result, aval in enumerate(node.avals):
+                for functions in (False, True):
+                    value = Value(aval, node.index, result=result)
+                    self.bases(value, functions)
         if node.name not in _UPDATES or not node.avals or len(node.inputs) < 2:
             return
         size = node.size
@@ -236,7 +240,7 @@ class _Walk:
         old = self._nodes[base]
         return base >= 0 and old.size == size and not is_backward(old)
 
-    def _weights(self, product: Node) -> list[Hashable]:
+    def _weights_of(self, product: Node) -> list[Hashable]:
         """Returns which exact arrays a product reads, and how, by name."""
         return [
             (self._roots.root(v), contracted(product, v))
@@ -257,10 +261,12 @@ class _Walk:
             if index in seen or index in self.sums:
                 continue
             seen.add(index)
-            if index in self._products:
-                found.update(self._weights(self._nodes[index]))
-            if not found <= self._reused or len(seen) > _LONGEST_WALK:
+            if len(seen) > _LONGEST_WALK:
                 return frozenset()
+            if index in self._products:
+                found.update(self._weights[index])
+                if not found <= self._reused:
+                    return frozenset()
             stack += self._predecessors[index]
         return frozenset(found)
 

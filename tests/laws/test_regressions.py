@@ -332,6 +332,50 @@ def test_a_long_chain_before_a_sum(function):
     assert products(trace(mixed_precision(f, BF16), x))
 
 
+@pytest.mark.slow
+def test_outputs_that_are_set_one_after_the_other():
+    """A walk back over what was set is no deeper than the program."""
+    w, x = weights((W, W), (4, W))
+
+    def f(x):
+        out = jnp.zeros((1200, 4, W))
+        for i in range(1200):
+            x = jnp.tanh(x @ w)
+            out = out.at[i].set(x)
+        return (out + 1.0) @ w
+
+    assert products(trace(mixed_precision(f, BF16), x))
+
+
+@pytest.mark.slow
+def test_a_long_chain_of_gradients_in_a_scan():
+    w, xs = weights((W, W), (2, 4, W))
+
+    def loss(w, x):
+        for _ in range(600):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def f(w, xs):
+        add = lambda sums, x: (sums + jax.grad(loss)(w, x), None)  # noqa: E731
+        return jax.lax.scan(add, jnp.zeros_like(w), xs)[0]
+
+    assert eqns(trace(mixed_precision(f, BF16), w, xs), "scan")
+
+
+def test_iterations_that_no_machine_integer_counts():
+    w, x = weights((W, W), (1024, W))
+
+    def repeated(body, length):
+        return lambda x: jax.lax.scan(lambda x, _: (body(x), None), x, None, length)[0]
+
+    def f(w, x):
+        body = lambda x: jnp.tanh(x @ w) @ w  # noqa: E731
+        return repeated(repeated(repeated(body, 10**5), 10**5), 10**6)(x)
+
+    assert products(trace(mixed_precision(f, BF16), w, x))
+
+
 def test_a_weight_that_is_thresholded_often_before_a_scan():
     """Each step is looked at once: their number doubled with each."""
     w, x = weights((W, W), (4, W))

@@ -171,6 +171,22 @@ def test_export_counts_what_has_a_symbol_for_its_size():
         assert relative_error(found, exact) < 2e-2
 
 
+def test_export_with_a_scope_of_a_parameter_that_each_row_gets():
+    """Neither can be told which is larger: the parameter, or what is made of it."""
+
+    def fun(params, x):
+        first = jnp.broadcast_to(params["embed"]["first"], (x.shape[0], 1, 8))
+        x = jnp.concatenate([first, x @ params["embed"]["w"]], 1)
+        return jnp.tanh(x) @ params["head"]
+
+    policy = Policy("mixed_bfloat16", scopes={"embed": "float32"})
+    params = {"embed": {"w": normal(8, 8), "first": normal(1, 8)}, "head": normal(8, 8)}
+    half = jax.jit(mixed_precision(fun, policy))
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 4, 8"), jnp.float32)
+    exported, x = jax.export.export(half)(params, rows), normal(5, 4, 8)
+    assert relative_error(exported.call(params, x), half(params, x)) < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ahead_of_time(policy):
