@@ -62,7 +62,7 @@ _SELECTS = frozenset(
         "top_k",
     }
 )
-_FOLLOWED = _CARRIES | _FUNCTIONS | SUMS | _SELECTS
+_FOLLOWED = _CARRIES | _FUNCTIONS | SUMS
 # A state leads through these from one update to the next; through the linear ones also
 # to an update in a backward pass.
 _LINEAR = _CARRIES | _SELECTS | JOINS | SUMS
@@ -197,11 +197,8 @@ class _Walk:
     def updates(self, node: Node) -> Iterable[Update]:
         """Returns how a node updates values, of each that it may be an update of."""
         if node.name in _FOLLOWED and node.avals:
-            # In program order, all of them: they ask for those before them alone.
-            for result, aval in enumerate(node.avals):
-                for functions in (False, True):
-                    value = Value(aval, node.index, result=result)
-                    self.bases(value, functions)
+            for functions in (False, True):  # in program order: they ask for no more
+                self.bases(Value(node.avals[0], node.index), functions)
         if node.name not in _UPDATES or not node.avals or len(node.inputs) < 2:
             return
         size = node.size
@@ -275,28 +272,40 @@ class _Walk:
 
         With `functions` also what is made of them element by element.
         """
+        picked: list[tuple[int, int, bool]] = []
+        while value.node >= 0:
+            key = value.node, value.result, functions
+            if key in self._bases:
+                break
+            self._bases[key] = frozenset({value.node})  # of a loop
+            node = self._nodes[value.node]
+            whole = self._whole(node, value.result)
+            if whole is None:
+                self._bases[key] = self._bases_of(node, functions)
+                break
+            picked.append(key)
+            value = whole
         if value.node < 0:
             is_exact = value.constant is None and value.made_of_data
-            return frozenset({-1}) if is_exact else frozenset()
-        index = value.node
-        key = index, value.result, functions
-        if key not in self._bases:
-            node = self._nodes[index]
-            self._bases[key] = frozenset({index})  # of a loop
-            whole = self._whole(node, value.result)
-            if whole is not None:
-                self._bases[key] = self.bases(whole, functions) | {index}
-            elif self._carries(node, functions):
-                same = [v for v in node.inputs if v.size == node.size]
-                found = frozenset().union(*(self.bases(v, functions) for v in same))
-                if node.name in _UPDATES:
-                    found |= {index}
-                # The latest of many: what they are bases of goes on as a chain.
-                latest = sorted(found)[-_MOST_BASES:]
-                self._bases[key] = found & {-1, *latest}
-            elif node.name in SUMS:
-                self._bases[key] = self._moved(node, functions) | {index}
-        return self._bases[key]
+            found = frozenset({-1}) if is_exact else frozenset()
+        else:
+            found = self._bases[value.node, value.result, functions]
+        for key in reversed(picked):
+            found = self._bases[key] = found | {key[0]}
+        return found
+
+    def _bases_of(self, node: Node, functions: bool) -> frozenset[int]:
+        """Returns the old values that a node's result may be, of those it reads."""
+        own = frozenset({node.index})
+        if self._carries(node, functions):
+            same = [v for v in node.inputs if v.size == node.size]
+            found = frozenset().union(*(self.bases(v, functions) for v in same))
+            if node.name in _UPDATES:
+                found |= own
+            # The latest of many: what they are bases of goes on as a chain.
+            latest = sorted(found)[-_MOST_BASES:]
+            return found & {-1, *latest}
+        return self._moved(node, functions) | own if node.name in SUMS else own
 
     def _carries(self, node: Node, functions: bool) -> bool:
         """Whether a node's result is the same value as what it reads.
