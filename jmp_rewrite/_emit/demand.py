@@ -27,7 +27,7 @@ class Demand:
         self._is_touched: dict[Instance, bool] = {}
 
     def touched(self, instance: Instance) -> bool:
-        """Whether anything inside is emitted anew: because it is half, mostly."""
+        """Whether anything inside is emitted anew: it is half, or marked as float32."""
         if instance not in self._is_touched:
             self._is_touched[instance] = self._any_touched(instance)
         return self._is_touched[instance]
@@ -35,10 +35,11 @@ class Demand:
     def _any_touched(self, instance: Instance) -> bool:
         nodes = (n for entry in instance.nodes for n in _as_tuple(entry))
         held = instance.inner.values()
-        return any(map(self._is_half, nodes)) or any(map(self.touched_inside, held))
+        is_anew = any(self._is_half(n) or n in self._plan.asked for n in nodes)
+        return is_anew or any(map(self.touched_inside, held))
 
     def touched_inside(self, inner: Inner) -> bool:
-        """Whether anything is half in what an equation holds, or on its way there."""
+        """Whether what an equation holds is emitted anew, or its carries are half."""
         is_joined = any(map(self._is_half, inner.joints))
         return is_joined or any(map(self.touched, inner.bodies))
 

@@ -137,8 +137,13 @@ def _rule(
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    """Casts between float32 and half; symbolic zeros are what they are."""
+    """Casts between float32 and half; symbolic zeros are what they are.
+
+    So are integers and booleans, and the tangents of these, which have no numbers.
+    """
     if not _compat.is_array(x) or dtype is None or x.dtype == dtype:
+        return x
+    if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
         return x
     return _compat.convert(x, dtype)
 

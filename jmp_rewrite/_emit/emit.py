@@ -351,8 +351,8 @@ class Emitter:
                 )
                 for i in instance.inner.values()
             )
-            instead = tuple(instance.instead.items())
-            key = (id(instance.jaxpr), labels, inner, instead)
+            other = (*instance.instead.items(), *instance.partial)
+            key = (id(instance.jaxpr), labels, inner, other)
             # Numbers nest where tuples would be hashed to their full depth each time.
             self._keys[instance] = self._numbers.setdefault(key, len(self._numbers))
         return self._keys[instance]
@@ -364,7 +364,12 @@ class Emitter:
         # Numbers that one use was passed, and another not: they are emitted as such.
         numbers = self.plan.graph.nodes[node].literals
         passed = tuple((i, str(x)) for i, x in numbers.items())
-        return label, node in self.plan.saturates, node in pins.lookups, passed
+        marks = (
+            node in self.plan.saturates,
+            node in pins.lookups,
+            node in self.plan.asked,
+        )
+        return label, marks, passed
 
 
 def cell_of(env: dict[Any, Cell], atom: Any) -> Cell:

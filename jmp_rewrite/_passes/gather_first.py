@@ -138,11 +138,12 @@ def _open(editor: Editor, body: Body, index: int) -> bool:
     if eqn.primitive.name != "jit" or not _compat.is_plain_call(eqn):
         return False
     (inner,) = body.held[index]
+    if _compat.constvars(eqn.params["jaxpr"]):
+        return False  # nothing in its place would hold them
     said = editor.marks(body, index)  # it takes the place of what is said inside
     if any(editor.marks(inner, at) != said for at in range(len(inner.eqns))):
         return False
-    closed = _compat.with_body(eqn.params["jaxpr"], eqns=list(inner.eqns))
-    eqns, outs = inlined(closed, eqn.invars, eqn)
+    eqns, outs = inlined(editor.jaxpr_of(inner), eqn.invars, eqn)
     editor.put(body, index, eqns, outs)
     return True
 

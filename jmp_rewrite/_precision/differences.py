@@ -61,7 +61,7 @@ _KEEPS_RELATIVE = (
 )
 # A gradient is held behind these, of one operand with no gradient in the others.
 _BOUNDED = VIEWS | TAKES_APART | {"clamp", "max", "min"}
-_HOLDS_GRADIENT = (
+HOLDS_GRADIENT = (
     SCALES
     | _BOUNDED
     | SUMS_OVER_DEVICES
@@ -210,7 +210,7 @@ def _same_gradients(node: Node, operands: list[_Gradients]) -> _Gradients:
     """Returns the gradients that a node hands on, of those in its operands."""
     holding = [i for i, own in enumerate(operands) if own]
     if node.name not in _CHOICES | JOINS:
-        is_linear = node.name in _HOLDS_GRADIENT and len(holding) == 1
+        is_linear = node.name in HOLDS_GRADIENT and len(holding) == 1
         if not is_linear or (node.name == "div" and holding[0] != 0):
             return {}
     found = {g: sign for i in holding for g, sign in operands[i].items()}

@@ -3,16 +3,21 @@
 A partitioner reduces a matrix multiplication in the dtype of its result, so a gradient
 of weights has a float32 result: it is summed over devices in float32, in twice the
 bytes of what is written by hand. With `Policy(reduce_dtype=...)` the result is half,
-and so are explicit sums over devices (`psum` and its kind, `reduce_scatter`) of what a
-backward pass has made. Each device still adds up its own part in float32.
+and so are explicit sums over devices (`psum` and its kind, `reduce_scatter`) of
+gradients, scaled or added up before. Parameters that are averaged over devices, other
+state and metrics are no gradients. Each device still adds up its own part in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from jmp_rewrite._graph import Graph, Node, is_backward, reached
-from jmp_rewrite._rules import SUMS_OVER_DEVICES, Category, table
+from jmp_rewrite._graph import JOINTS, Graph, Node, is_backward, reached
+from jmp_rewrite._precision.differences import HOLDS_GRADIENT
+from jmp_rewrite._precision.terms import SCALES
+from jmp_rewrite._rules import JOINS, SUMS, SUMS_OVER_DEVICES, Category, table
+
+_HANDS_ON = HOLDS_GRADIENT | JOINTS | JOINS | SUMS | {"select_n"}
 
 
 def summed_in_half(
@@ -31,6 +36,7 @@ def summed_in_half(
     """
     nodes = graph.nodes
     after = reached((n.index for n in nodes if is_backward(n)), graph.consumers())
+    after -= _made_of_others(graph)
     sums = {
         n.index
         for n in nodes
@@ -41,6 +47,31 @@ def summed_in_half(
         and _is_float32(n)
     }
     return frozenset(sums | {n for n in gradients if is_backward(nodes[n])})
+
+
+def _made_of_others(graph: Graph) -> set[int]:
+    """Returns what holds more than gradients: an argument, or a function of anything.
+
+    That is told outside of backward passes alone. A number may scale a gradient.
+    """
+    nodes = graph.nodes
+
+    def scales(number: int, reader: int) -> bool:
+        is_one = nodes[number].size == 1 < nodes[reader].size
+        return is_one and nodes[reader].name in SCALES
+
+    edges = [
+        [r for r in readers if not is_backward(nodes[r]) and not scales(n, r)]
+        for n, readers in enumerate(graph.consumers())
+    ]
+    others = [
+        n.index
+        for n in nodes
+        if not is_backward(n)
+        if n.name not in _HANDS_ON
+        or any(v.node < 0 and v.made_of_data and v.size > 1 for v in n.inputs)
+    ]
+    return reached(others, edges)
 
 
 def _is_float32(node: Node) -> bool:

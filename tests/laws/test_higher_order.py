@@ -88,6 +88,27 @@ def test_products_inside_custom_jvp():
     assert {d for e in products(tangent) for d in dtypes_in(e)} == {"bfloat16"}
 
 
+def test_a_derivative_of_a_boolean_has_no_numbers():
+    w, x = w_and_x()
+
+    @jax.custom_jvp
+    def spike(v, w):
+        return (v @ w > 0).astype(jnp.float32), v @ w > 0
+
+    @spike.defjvp
+    def _(primals, tangents):
+        (v, w), (dv, dw) = primals, tangents
+        slope = (dv @ w + v @ dw) / (1 + jnp.abs(v @ w))
+        fired = spike(v, w)
+        return fired, (slope, np.zeros(fired[1].shape, jax.dtypes.float0))
+
+    def loss(w):
+        return jnp.sum((spike(x @ w, w)[0] @ w) ** 2)
+
+    found = jax.grad(mixed_precision(loss, BF16))(w)
+    assert relative_error(found, jax.grad(loss)(w)) < 16 * EPS[BF16]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_batching_rules_are_rewritten(shared):

@@ -40,6 +40,25 @@ def scaled_by_row(logits, labels):
     return log_probability(logits * jnp.arange(1.0, 4.0)[:, None, None], labels)
 
 
+PRIOR = jnp.log(jnp.arange(1.0, WORDS + 1))[None, None]
+
+
+@jax.jit
+def with_prior(logits):
+    return jax.nn.log_softmax(logits + PRIOR)
+
+
+def called(logits, labels):
+    """By a call that holds a call alone."""
+    log_p = jax.jit(jax.nn.log_softmax)(logits)
+    return jnp.take_along_axis(log_p, labels, -1)
+
+
+def captured(logits, labels):
+    """By a call with a constant of its own."""
+    return jnp.take_along_axis(with_prior(logits), labels, -1)
+
+
 def step_of(read, labels, bias=True):
     def loss(params, x):
         first, second, shift = params
@@ -107,9 +126,10 @@ def run(step, passes):
         return jax.jit(lambda *a: step(*a))(*arguments())
 
 
-READS = (log_probability, capped, clipped, inside, scaled_by_row)
+READS = (log_probability, capped, clipped, inside, scaled_by_row, called)
 CASES = [
     *(functools.partial(step_of, read, LABELS) for read in READS),
+    functools.partial(step_of, captured, LABELS),
     functools.partial(step_of, log_probability, LABELS, bias=False),
     functools.partial(step_of, log_probability, OUTSIDE),
     functools.partial(step_of, clipped, OUTSIDE),

@@ -118,6 +118,63 @@ def test_a_sum_that_is_no_gradient_stays_float32():
     assert {d for e in sums for d in dtypes_in(e)} == {"float32"}
 
 
+def clipped(params, x, y):
+    value, grads = gradients(params, x, y)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads.values()))
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads), value
+
+
+def accumulated(params, x, y):
+    def add(sums, batch):
+        return jax.tree.map(jnp.add, sums, gradients(params, *batch)), None
+
+    parts = x.reshape(4, -1, 32), y.reshape(4, -1, 24)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    (value, sums), _ = jax.lax.scan(add, (jnp.float32(0), zeros), parts)
+    return jax.tree.map(lambda g: g / 4, sums), value
+
+
+def averaged(params, x, y):
+    """Local steps, after which the parameters are averaged."""
+    return step(*step(params, x, y)[:1], x, y)
+
+
+def decayed(params, x, y):
+    """A momentum that each device keeps."""
+    value, grads = gradients(params, x, y)
+    return jax.tree.map(lambda m, g: 0.9 * m + g, params, grads), value
+
+
+def evaluated(params, x, y):
+    params, _ = step(params, x, y)
+    errors = jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - y)
+    return dict.fromkeys(params, errors.mean(0)), errors.mean()
+
+
+@pytest.mark.parametrize(
+    ("fun", "dtype"),
+    [
+        (clipped, "bfloat16"),
+        (accumulated, "bfloat16"),
+        (averaged, "float32"),
+        (decayed, "float32"),
+        (evaluated, "float32"),
+    ],
+)
+def test_gradients_alone_are_summed_in_half(fun, dtype):
+    """Parameters, a momentum and metrics are rounded nowhere."""
+
+    def summed(params, x, y):
+        return jax.lax.pmean(fun(params, x, y), "d")
+
+    policy = Policy("bfloat16", reduce_dtype="bfloat16")
+    sharded = over_devices(summed, check_vma=False)
+    jaxpr = trace(mixed_precision(sharded, policy), parameters(), *batch())
+    arrays = [e for e in eqns(jaxpr, "psum") if e.invars[0].aval.shape]
+    assert len(arrays) >= 1
+    assert {d for e in arrays for d in dtypes_in(e)} == {dtype}
+
+
 def test_explain_names_the_policy():
     policy = Policy("bfloat16", reduce_dtype="bfloat16")
     report = explain(step, policy)(parameters(), *batch())

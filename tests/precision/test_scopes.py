@@ -14,7 +14,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from programs import normal
 
-from jmp_rewrite import Policy, compute_dtype, full_precision, mixed_precision
+from jmp_rewrite import (
+    Policy,
+    compute_dtype,
+    explain,
+    full_precision,
+    mixed_precision,
+    use_passes,
+)
 
 W = jnp.eye(4) * 0.3
 X = jnp.arange(8.0).reshape(2, 4) / 8
@@ -667,6 +674,30 @@ def test_allow_runs_on_half_operands():
     (tanh,) = eqns(rewritten, "tanh")
     assert dtypes_in(tanh) == ["bfloat16"]
     assert rewritten.out_avals[0].dtype == jnp.float32
+
+
+def in_a_scan(fun):
+    return lambda x: lax.scan(lambda c, row: (c, fun(row)), None, x)[1]
+
+
+@pytest.mark.parametrize("inside", [lambda fun: fun, jax.jit, in_a_scan])
+def test_no_pass_rounds_what_a_scope_asks_for(inside):
+    """Nor in a call that holds nothing half."""
+
+    def f(x, w):
+        scores = jnp.einsum("bqd,bkd->bqk", x @ w, x)
+        soft = named("probs", lambda: inside(softmax)(scores))
+        return jnp.einsum("bqk,bkd->bqd", soft, x) @ w
+
+    def softmax(scores):
+        exp = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return exp / exp.sum(-1, keepdims=True)
+
+    x, w = jnp.asarray(normal(2, 32, 16)), jnp.asarray(normal(16, 16)) / 4
+    policy = Policy(BF16, scopes={"probs": "float32"})
+    with use_passes("all", device="TPU v5e"):
+        passes = explain(f, policy)(x, w).passes
+    assert passes and not {"softmax_rounded", "softmax_derivative"} & passes.keys()
 
 
 def own_primitive():
