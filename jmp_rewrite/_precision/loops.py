@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from jmp_rewrite._graph import EITHER, Graph, Loop, Node, Value, is_backward, reached
+from jmp_rewrite._graph import (
+    EITHER,
+    JOINTS,
+    Graph,
+    Loop,
+    Node,
+    Value,
+    is_backward,
+    is_drawn,
+    reached,
+)
 from jmp_rewrite._precision.origins import (
     MOVES,
     leads_to_product,
@@ -15,10 +26,10 @@ from jmp_rewrite._precision.origins import (
     up_to_exponents,
 )
 from jmp_rewrite._precision.products import contracted
-from jmp_rewrite._precision.terms import source_of
 from jmp_rewrite._rules import COPIES, ELEMENTWISE, PICKS, Category
 
-_JOINS = frozenset({"concatenate", "stack", "tile"})
+# What is made of the numbers that it reads, some left out, repeated or computed with.
+_SPREADS = ELEMENTWISE | MOVES - JOINTS | COPIES | PICKS | {"scatter"}
 # What takes a part of what it reads.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 # What hands on elements as they were, some left out, repeated or set.
@@ -235,53 +246,35 @@ def _trains(graph: Graph, loop: Loop) -> bool:
     )
 
 
-def _are_spread(graph: Graph, length: Any) -> set[int]:
-    """Returns the stacks of which each row is the same array, or that array scaled."""
-    found: set[int] = set()
-    for node in graph.nodes:
-        if node.eqn is None or not node.inputs or len(node.avals) != 1:
-            continue
-        if node.avals[0].shape[:1] == (length,) and _is_one(graph, node, length, found):
-            found.add(node.index)
-    return found
+def _is_shared(graph: Graph, node: int, length: int) -> bool:
+    """Whether a stack is made of too few numbers for weights of its own in each row.
 
-
-def _is_one(graph: Graph, node: Node, length: Any, found: set[int]) -> bool:
-    params, first = node.eqn.params, node.inputs[0]
-    if node.name == "broadcast_in_dim":
-        dims = params["broadcast_dimensions"]
-        rows = first.aval.shape[dims.index(0)] if 0 in dims else 1
-        return rows == 1 or first.node in found
-    if node.name in _JOINS:
-        axis = params.get("axis", params.get("dimension", 0))
-        if node.name == "stack" and axis == 0:
-            return _are_one(node.inputs)
-        if node.name == "concatenate" and axis == 0:
-            return bool(first.aval.shape[0] == 1) and _are_one(node.inputs)
-        is_row = node.name == "tile" and first.aval.shape[:1] == (1,)
-        return is_row or all(v.node in found for v in node.inputs)
-    if node.name in ELEMENTWISE:
-        row = node.size // max(length, 1)
-        own = [v for v in node.inputs if 2 * _of_row(graph, v, length) >= row]
-        repeated = (v.aval.shape[:1] != (length,) or v.node in found for v in own)
-        return bool(own) and all(repeated)
-    if node.name == "transpose" and params["permutation"][0] != 0:
+    They are moved, picked, repeated and computed with element by element. What is
+    smaller than half a row scales weights, and random numbers drop some of them.
+    """
+    stack = graph.nodes[node]
+    row = stack.size // max(length, 1)
+    left, seen = list(stack.inputs), set[tuple[int, int, int]]()
+    if stack.name not in _SPREADS or len(stack.avals) != 1:
         return False
-    return node.name in MOVES and len(node.inputs) == 1 and first.node in found
-
-
-def _are_one(values: Sequence[Value]) -> bool:
-    return len({(v.node, v.argument, v.result) for v in values}) == 1
-
-
-def _of_row(graph: Graph, value: Value, length: Any) -> int:
-    """Returns of how many elements a row of a stack is made."""
-    source = source_of(value, graph)
-    return _row(source) if source.aval.shape[:1] == (length,) else source.size
-
-
-def _row(stack: Value) -> int:
-    return stack.size // max(stack.aval.shape[0], 1)
+    sources: dict[bool, int] = collections.Counter()
+    while left:
+        value = left.pop()
+        key = value.node, value.argument, value.result
+        if key in seen or not value.made_of_data:
+            continue
+        seen.add(key)
+        drawn = is_drawn(value, graph.nodes)
+        if not drawn and value.node >= 0 and graph.nodes[value.node].name in _SPREADS:
+            left += graph.nodes[value.node].inputs
+            continue
+        has_rows = value.aval.shape[:1] == (length,)
+        if 2 * value.size >= row * (length if has_rows else 1):
+            if has_rows and not drawn:
+                return False
+            sources[drawn] += value.size
+    held = sources[False] or sources[True]
+    return 0 < 2 * held <= stack.size
 
 
 def _hands_on(node: Node, categories: Sequence[Category | None]) -> bool:
@@ -309,14 +302,14 @@ def _layer_products(
     """
     moved: dict[int, tuple[Hashable, tuple[Any, ...]]] = {}  # which weight, turned how
     length = loop.eqn.params["length"]
-    read = (v for n in loop.nodes for v in graph.nodes[n].inputs)
-    has_made = any(v.slice_of == loop.token and v.node >= 0 for v in read)
-    is_known = has_made and isinstance(length, int)
-    spread = _are_spread(graph, length) if is_known else set()
+
+    @functools.cache
+    def is_shared(node: int) -> bool:
+        return node >= 0 and isinstance(length, int) and _is_shared(graph, node, length)
 
     def found(value: Value) -> tuple[Hashable, tuple[Any, ...]] | None:
         if value.slice_of == loop.token:
-            is_own = value.node not in made and value.node not in spread
+            is_own = value.node not in made and not is_shared(value.node)
             return ((value.node, value.argument), ()) if is_own else None
         weight = moved.get(value.node)
         if weight is None or graph.nodes[value.node].name not in _PARTS:
