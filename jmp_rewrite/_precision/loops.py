@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from jmp_rewrite._graph import (
     EITHER,
-    JOINTS,
     Graph,
     Loop,
     Node,
@@ -29,7 +27,7 @@ from jmp_rewrite._precision.products import contracted
 from jmp_rewrite._rules import COPIES, ELEMENTWISE, PICKS, Category
 
 # What is made of the numbers that it reads, some left out, repeated or computed with.
-_SPREADS = ELEMENTWISE | MOVES - JOINTS | COPIES | PICKS | {"scatter"}
+_SPREADS = ELEMENTWISE | (MOVES - EITHER) | COPIES | PICKS | {"scatter"}
 # What takes a part of what it reads.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 # What hands on elements as they were, some left out, repeated or set.
@@ -246,14 +244,14 @@ def _trains(graph: Graph, loop: Loop) -> bool:
     )
 
 
-def _is_shared(graph: Graph, node: int, length: int) -> bool:
+def _is_shared(graph: Graph, row: Value, length: int) -> bool:
     """Whether a stack is made of too few numbers for weights of its own in each row.
 
-    They are moved, picked, repeated and computed with element by element. What is
-    smaller than half a row scales weights, and random numbers drop some of them.
+    They are moved, picked, repeated and computed with element by element, in another
+    loop as well. What is smaller than half a row scales weights, and random numbers
+    drop some of them.
     """
-    stack = graph.nodes[node]
-    row = stack.size // max(length, 1)
+    stack = graph.nodes[row.node]
     left, seen = list(stack.inputs), set[tuple[int, int, int]]()
     if stack.name not in _SPREADS or len(stack.avals) != 1:
         return False
@@ -268,13 +266,13 @@ def _is_shared(graph: Graph, node: int, length: int) -> bool:
         if not drawn and value.node >= 0 and graph.nodes[value.node].name in _SPREADS:
             left += graph.nodes[value.node].inputs
             continue
-        has_rows = value.aval.shape[:1] == (length,)
-        if 2 * value.size >= row * (length if has_rows else 1):
-            if has_rows and not drawn:
+        is_row, has_rows = value.slice_of >= 0, value.aval.shape[:1] == (length,)
+        if 2 * value.size >= row.size * (length if has_rows and not is_row else 1):
+            if (is_row or has_rows) and not drawn:
                 return False
             sources[drawn] += value.size
     held = sources[False] or sources[True]
-    return 0 < 2 * held <= stack.size
+    return 0 < 2 * held <= row.size * length
 
 
 def _hands_on(node: Node, categories: Sequence[Category | None]) -> bool:
@@ -303,14 +301,18 @@ def _layer_products(
     moved: dict[int, tuple[Hashable, tuple[Any, ...]]] = {}  # which weight, turned how
     length = loop.eqn.params["length"]
 
-    @functools.cache
-    def is_shared(node: int) -> bool:
-        return node >= 0 and isinstance(length, int) and _is_shared(graph, node, length)
+    shared: dict[int, bool] = {}
+
+    def is_own(value: Value) -> bool:
+        if value.node < 0 or not isinstance(length, int):
+            return True
+        if value.node not in shared:
+            shared[value.node] = _is_shared(graph, value, length)
+        return value.node not in made and not shared[value.node]
 
     def found(value: Value) -> tuple[Hashable, tuple[Any, ...]] | None:
         if value.slice_of == loop.token:
-            is_own = value.node not in made and not is_shared(value.node)
-            return ((value.node, value.argument), ()) if is_own else None
+            return ((value.node, value.argument), ()) if is_own(value) else None
         weight = moved.get(value.node)
         if weight is None or graph.nodes[value.node].name not in _PARTS:
             return weight

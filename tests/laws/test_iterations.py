@@ -158,6 +158,7 @@ PROGRAMS = {
     "looked up": scanned(lambda w, t: w[None][jnp.zeros(40, int)]),
     "of zeros": scanned(lambda w, t: jnp.zeros((40, 8, 8), f32).at[:].set(w)),
     "in turn": scanned(lambda w, t: jnp.tile(jnp.stack([w, w.T]), (20, 1, 1))),
+    "in a loop": scanned(lambda w, t: lax.map(lambda x: w * x, t)),
     "scaled by time": scanned(lambda w, t: w * t[:, None, None]),
     "least mean squares": learned(least_mean_squares, (8,), (4,)),
     "temporal differences": learned(temporal_differences, (16, 8), (16, 8), (16, 4)),
@@ -178,6 +179,36 @@ def test_what_one_weight_updates_is_state(name, policy, device):
     judged = judge(*PROGRAMS[name])
     rewritten = mixed_precision_jaxpr(judged.closed, policy)
     for verdict in judged.verdicts(policy, device, rewritten):
+        assert verdict.holds, verdict
+
+
+VARIED = {
+    "scaled": lambda w, t: w * t,
+    "picked": lambda w, t: jnp.stack([w, w * f32(0.9)])[(3 * t).astype(int) % 2],
+    "masked": lambda w, t: jnp.where(MASK | (t < 0.5), w, 0),
+    "mixed": lambda w, t: w + t * w.T,
+}
+
+
+@pytest.mark.breadth(one_in=2)
+@pytest.mark.parametrize("device", DEVICES[:2])
+@pytest.mark.parametrize("name", VARIED)
+def test_the_cotangent_of_a_state_is_one(name, device):
+    """Also where each iteration has stored the one weight in another form."""
+
+    def fun(s, w, v, t):
+        def loss(w):
+            def step(s, t):
+                return s + RATE * jnp.tanh(s @ VARIED[name](w, t)), None
+
+            s_end, _ = lax.scan(step, s, t)
+            return jnp.mean((s_end @ v) ** 2)
+
+        return jax.grad(loss)(w)
+
+    judged = judge(fun, draws(lambda rng: np.abs(normal(rng, 200))))
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
         assert verdict.holds, verdict
 
 
