@@ -287,20 +287,17 @@ def _in_layers(graph: Graph, products: set[int]) -> set[int]:
 def _read_relatively(graph: Graph, products: set[int], made: set[int]) -> set[int]:
     """Returns the nodes that count by their own size where they are read.
 
-    A gate's `1 - z` that scales an activation does not, unless that is returned: the
-    error is small beside the sum that follows. Neither does the derivative of a
-    nonlinearity. One from an exponential always does: `1 - exp(-a)` of a small `a` is
-    `a`.
+    Products and quotients keep relative errors. A gate's `1 - z` that scales what is
+    added to another activation does not: the error is small beside the sum. Neither
+    does the derivative of a nonlinearity. One from an exponential always does:
+    `1 - exp(-a)` of a small `a` is `a`.
     """
     consumers, nodes = graph.consumers(), graph.nodes
     returned = {v.node for v in graph.results}
     found: set[int] = set()
-    if_scaled: set[int] = set()  # what they scale counts
     for index in reversed(range(len(nodes))):
         if index in returned or _is_expm1(nodes[index], graph):
             found.add(index)
-        if index in returned:
-            if_scaled.add(index)
         for reader in consumers[index]:
             read = nodes[reader]
             if is_backward(read):
@@ -308,15 +305,12 @@ def _read_relatively(graph: Graph, products: set[int], made: set[int]) -> set[in
             if reader in products or is_relative(read, index):
                 found.add(index)
                 continue
-            others = any(v.node != index and v.node in made for v in read.inputs)
-            if read.name in ("add", "sub"):
-                if reader in found and not others:
+            if reader in found and read.name in _KEEPS_RELATIVE:
+                found.add(index)
+            elif reader in found and read.name in ("add", "sub"):
+                others = (v.node for v in read.inputs if v.node != index)
+                if made.isdisjoint(others):
                     found.add(index)
-            elif read.name in _KEEPS_RELATIVE:
-                if reader in (if_scaled if others else found):
-                    found.add(index)
-                if reader in if_scaled:
-                    if_scaled.add(index)
     return found
 
 
@@ -402,7 +396,7 @@ def _normalizes(node: Node, graph: Graph, small: set[int]) -> bool:
     softmax; in a range it is one of two near values.
     """
     views = VIEWS | {"gather"}
-    sources = {source_of(v, graph, views, small).node for v in node.inputs}
+    sources = {source_of(v, graph, views).node for v in node.inputs}
     statistics = {s for s in sources & small if not _is_picked(s, graph)}
     if any(graph.nodes[s].name in _EXTREMES for s in statistics):
         if not _is_exponent(node, graph):

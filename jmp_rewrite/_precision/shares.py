@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from jmp_rewrite._graph import Graph, Node, is_backward
-from jmp_rewrite._precision.terms import MOST_TERMS, source_of, takes_off_sum
+from jmp_rewrite._graph import Graph, Node, Value, is_backward
+from jmp_rewrite._precision.terms import MOST_TERMS, takes_off_sum
 from jmp_rewrite._rules import SUMS
 
-_PARTS = frozenset({"pad", "slice"})
 # What these return has the dimensions of their operand.
 _SAME_AXES = frozenset(
     {"convert_element_type", "neg", "pad", "reduce_precision", "slice"}
@@ -46,9 +44,7 @@ def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int
                 is_weighed |= any(
                     _is_weighed(graph.nodes[n], positive) for n in cotangents
                 )
-                is_part = any(graph.nodes[n].name in _PARTS for n in behind)
-                is_part = is_part or _divides_by_more(cotangents, graph)
-                if is_weighed and is_part and takes_off_sum(at, graph):
+                if is_weighed and takes_off_sum(at, graph):
                     along = _axes_of_sum(at, graph)
                     if along is not None and along <= axes:
                         found[index] = behind
@@ -57,7 +53,8 @@ def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int
                 axes = frozenset(order[n] for n in axes)
             elif at.name in ("div", "mul"):
                 factors = [v for v in at.inputs if v.node not in cotangents]
-                if any(v.size > 1 and v.node not in positive for v in factors):
+                unknown = [v for v in factors if v.node not in positive]
+                if not all(_is_same_along(v, axes, graph) for v in unknown):
                     break
             elif at.name in _VIEWS:
                 axes = _before(at, axes)
@@ -90,13 +87,13 @@ def _is_weighed(node: Node, positive: AbstractSet[int]) -> bool:
     )
 
 
-def _divides_by_more(terms: Sequence[int], graph: Graph) -> bool:
-    """Whether a term is divided by a sum and something else: `exp(x) / (1 + sum)`."""
-    near = {n for t in terms for n in (t, *graph.predecessors()[t])}
-    quotients = (graph.nodes[n] for n in near if graph.nodes[n].name == "div")
-    divisors = (q.inputs[1] for q in quotients if len(q.inputs) == 2)
-    sources = (source_of(v, graph).node for v in divisors)
-    return any(n >= 0 and graph.nodes[n].name == "add" for n in sources)
+def _is_same_along(value: Value, axes: frozenset[int], graph: Graph) -> bool:
+    """Whether a factor is one number along these dimensions."""
+    shape, dims = value.aval.shape, tuple(range(len(value.aval.shape)))
+    node = graph.nodes[value.node] if value.node >= 0 else None
+    if node is not None and node.name == "broadcast_in_dim" and node.inputs:
+        shape, dims = node.inputs[0].aval.shape, node.eqn.params["broadcast_dimensions"]
+    return all(size == 1 for d, size in zip(dims, shape, strict=True) if d in axes)
 
 
 def _axes_of_sum(node: Node, graph: Graph) -> frozenset[int] | None:

@@ -155,10 +155,9 @@ def source_of(
     value: Value,
     graph: Graph,
     views: AbstractSet[str] = VIEWS,
-    ends: AbstractSet[int] = frozenset(),
 ) -> Value:
     """Returns what a value is a view of, or spread from, as a bias is over a batch."""
-    while value.node >= 0 and value.node not in ends:
+    while value.node >= 0:
         node = graph.nodes[value.node]
         if node.name not in views or len(node.inputs) != 1:
             break

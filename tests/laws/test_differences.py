@@ -287,3 +287,74 @@ def test_a_difference_is_followed_where_a_logarithm_ends():
     equations = explain(step)(*args, *data).equations
     stacked = next(e for e in equations if e.primitive == "stack")
     assert "read unrounded" in stacked.reason
+
+
+def in_units_of_its_range(a):
+    low, high = (f(a, -1, keepdims=True) for f in (jnp.min, jnp.max))
+    return (a - low) / (high - low)
+
+
+# Differences that another activation multiplies or divides.
+SCALED = {
+    "a quotient": lambda a, s: ((jax.nn.softplus(a) + 0.5) ** 0.3 - 1) / s,
+    "Box-Cox": lambda a, s: ((jax.nn.softplus(a) + 0.5) ** s - 1) * s,
+    "a distribution": lambda a, s: (1 + lax.erf(a - 2)) * s,
+    "a carry gate": lambda a, s: (1 - jax.nn.sigmoid(a + 5)) / s,
+    "min-max": lambda a, s: in_units_of_its_range(5 + a / 10),
+    "from the largest": lambda a, s: (a / 10 - jnp.max(a / 10, -1, keepdims=True)) * s,
+}
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("name", SCALED)
+def test_what_scales_a_difference_keeps_its_error(name, device):
+    def fun(ws, x, y):
+        def loss(ws):
+            a, s = x @ ws[0] + ws[1][None], jax.nn.sigmoid(x @ ws[2])
+            z = SCALED[name](a, f32(0.3) + f32(0.7) * s)
+            return jnp.mean((jnp.tanh(z @ ws[3]) @ ws[4] - y) ** 2)
+
+        return jax.value_and_grad(loss)(ws)
+
+    def draw(rng):
+        first = normal(rng, 8, 48, scale=0.2), normal(rng, 48, scale=0.2)
+        more = (normal(rng, 8, 1, scale=0.3), normal(rng, 48, 16, scale=0.2))
+        return (
+            (*first, *more, normal(rng, 16, 4)),
+            normal(rng, 32, 8),
+            normal(rng, 32, 4),
+        )
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
+        assert verdict.holds, verdict
+
+
+@pytest.mark.parametrize("scale", ["a number", "a temperature"])
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_what_a_softmax_takes_off_is_no_rest(scale, device):
+    """The squared length of a query changes no assignment to the nearest centre."""
+
+    def fun(ws, x, y):
+        def loss(ws):
+            q, centres = x @ ws[0] + ws[1][None] - 1, ws[2]
+            squares = (q**2).sum(-1, keepdims=True), (centres**2).sum(-1)[None]
+            apart = squares[0] - 2 * q @ centres.T + squares[1]
+            is_number = scale == "a number"
+            rate = f32(0.1) if is_number else f32(0.1) * jax.nn.softplus(x @ ws[3])
+            z = jax.nn.softmax(-rate * apart) @ ws[4]
+            return jnp.mean((jnp.tanh(z) @ ws[5] - y) ** 2)
+
+        return jax.value_and_grad(loss)(ws)
+
+    def draw(rng):
+        first = normal(rng, 8, 8, scale=0.2), normal(rng, 8, scale=0.2)
+        more = (normal(rng, 48, 8, scale=0.1), normal(rng, 8, 1, scale=0.3))
+        ws = (*first, *more, normal(rng, 48, 16, scale=0.2), normal(rng, 16, 4))
+        return ws, normal(rng, 32, 8), normal(rng, 32, 4)
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
+        assert verdict.holds, verdict
