@@ -30,10 +30,12 @@ def watch(fun: Callable[..., Any], decorated: Callable[..., Any]) -> None:
       fun: what is decorated, perhaps a model's `train_step`.
       decorated: what the model's attribute of that name becomes.
     """
-    if "keras" not in sys.modules or not inspect.ismethod(fun):
+    kind = getattr(sys.modules.get("keras"), "Model", None)
+    name = getattr(fun, "__name__", "")
+    if kind is None or not inspect.ismethod(fun) or name not in _COMPILED:
         return
-    model, name = fun.__self__, fun.__name__
-    if name not in _COMPILED or not isinstance(model, sys.modules["keras"].Model):
+    model = fun.__self__
+    if not isinstance(model, kind):
         return
     kept = _COMPILED[name]
     before = getattr(model, kept)

@@ -4,7 +4,9 @@ import functools
 import gc
 import inspect
 import re
+import sys
 import traceback
+import types
 from typing import NamedTuple
 
 import jax
@@ -865,3 +867,17 @@ def test_a_copied_program_holds_no_tracer_when_it_is_traced():
         jax.jit(lambda x, w: half(x, w)).lower(X, W)
         jax.jit(jax.vmap(lambda x: half(x, W))).lower(jnp.stack([X, X]))
         jax.jit(jax.grad(lambda w: half(X, w).sum())).lower(W)
+
+
+@pytest.mark.parametrize("keras", [None, types.ModuleType("keras")])
+def test_a_method_is_decorated_where_keras_is_none(keras, monkeypatch):
+    """One that is blocked, or a stub, and a method of what has no name."""
+
+    class Trainer:
+        def train_step(self, x):
+            return x @ x
+
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    of_partial = types.MethodType(functools.partial(Trainer.train_step), Trainer())
+    for method in (Trainer().train_step, of_partial):
+        assert products(trace(mixed_precision(method, "bfloat16"), jnp.eye(8)))

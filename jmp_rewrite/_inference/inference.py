@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
@@ -43,7 +44,7 @@ from jmp_rewrite._inference.places import (
 )
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import Plan, lookups
-from jmp_rewrite._source import check_kind, name_of, where
+from jmp_rewrite._source import check_kind, name_of, user_level, where
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -223,6 +224,7 @@ class Inference(Generic[P, R]):
                 self._of_float32(policy, pure, tree, hidden)
                 return tuple(merged(show(tree[0])))[hidden:]
             program = self._program(policy, pure, tree, hidden)
+            self._warn_of_captured(program)
             half = program.plan.half
             values = {id(x.value): x.value for x in program.leaves}
             narrow = functools.cache(lambda i: _in_half(values[i], half))
@@ -249,11 +251,20 @@ class Inference(Generic[P, R]):
                 leaves = self._of_float32(policy, pure, tree, hidden)
                 own = (x for x in leaves if x.kind)
                 rows = [_row(x, x.value.dtype, "the policy is float32") for x in own]
+                captured = 0
             else:
                 program = self._program(policy, pure, tree, hidden)
-                rows = _rows(program)
+                rows, captured = _rows(program), _captured_bytes(program)
         name = name_of(self._fun).rpartition("<locals>.")[2]
-        return _report.InferenceReport(name, repr(policy), tuple(rows))
+        return _report.InferenceReport(name, repr(policy), tuple(rows), captured)
+
+    def _warn_of_captured(self, program: _Program) -> None:
+        """Warns where what takes most of the memory is no argument."""
+        captured = _captured_bytes(program)
+        given = sum(x.bytes_before for x in _rows(program))
+        if isinstance(given, int) and captured > given:
+            told = _report.captured_text(captured)
+            warnings.warn(f"{name_of(self._fun)}: {told}.", stacklevel=user_level())
 
     # ---- arguments
 
@@ -508,6 +519,12 @@ def _apart(old: Iterable[Any], new: Iterable[Any]) -> str:
             more = f" and {len(alone) - 3} more" if len(alone) > 3 else ""
             apart.append(f"{', '.join(alone[:3])}{more} in the {which} alone")
     return " and ".join(apart)
+
+
+def _captured_bytes(program: _Program) -> int:
+    """Returns the bytes of the float32 arrays that a function captures."""
+    captured = _compat.constants(program.call.traced.closed)
+    return sum(x.nbytes for x in captured if getattr(x, "dtype", None) == FLOAT32)
 
 
 def _run(program: _Program) -> list[Any]:

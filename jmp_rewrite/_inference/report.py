@@ -41,11 +41,14 @@ class InferenceReport:
       name: the function's name.
       policy: the policy, as it is written.
       leaves: all leaves of weights and state, in the order of the arguments.
+      captured_bytes: bytes of the float32 arrays that the function captures, as a
+        closure or a bound method does. They are no arguments, and stored nowhere.
     """
 
     name: str
     policy: str
     leaves: tuple[Leaf, ...]
+    captured_bytes: int = 0
 
     @property
     def bytes_before(self) -> int:
@@ -87,7 +90,19 @@ class InferenceReport:
                 f"  {x.path:{width}}  {x.before}{list(x.shape)}  {x.reason}"
                 for x in self.kept
             ]
+        if told := captured_text(self.captured_bytes):
+            lines += ["", f"  {told}"]
         return "\n".join(lines)
+
+
+def captured_text(size: int) -> str:
+    """Returns what is said of arrays that a function captures; nothing of none."""
+    if not size:
+        return ""
+    return (
+        f"{bytes_text(size)} of float32 arrays that the function captures are not "
+        "stored: give them as an argument, and name it in weights"
+    )
 
 
 def _order(leaf: Leaf) -> float:

@@ -168,6 +168,19 @@ def test_the_report_counts_bytes():
     )
 
 
+def test_what_the_function_captures_is_told():
+    """A closure's weights are no argument, and half of nothing is no success."""
+    params, x = params_of(), inputs(width=32)
+    serve = for_inference(lambda x: apply(params, x), BF16)
+    read = {name: w for name, w in params.items() if name != "unread"}
+    size = sum(w.nbytes for w in read.values())
+    assert serve.report(x).captured_bytes == size
+    with pytest.warns(UserWarning, match="that the function captures are not stored"):
+        serve.store(x)
+    assert "give them as an argument" in str(serve.report(x))
+    assert for_inference(apply, BF16).report(params, x).captured_bytes == 0
+
+
 def test_several_weights_and_arguments_by_name():
     def fun(x, first, second):
         return x @ first @ second
