@@ -288,16 +288,20 @@ def _read_relatively(graph: Graph, products: set[int], made: set[int]) -> set[in
     """Returns the nodes that count by their own size where they are read.
 
     Products and quotients keep relative errors. A gate's `1 - z` that scales what is
-    added to another activation does not: the error is small beside the sum. Neither
-    does the derivative of a nonlinearity. One from an exponential always does:
-    `1 - exp(-a)` of a small `a` is `a`.
+    added to another activation does not: the error is small beside the sum. Nor does
+    one that scales what it is made of, as that of a GELU, unless that is returned: it
+    is small for a part of the values. Neither does the derivative of a nonlinearity.
+    One from an exponential always does: `1 - exp(-a)` of a small `a` is `a`.
     """
     consumers, nodes = graph.consumers(), graph.nodes
     returned = {v.node for v in graph.results}
     found: set[int] = set()
+    if_scaled: set[int] = set()  # what they scale counts
     for index in reversed(range(len(nodes))):
         if index in returned or _is_expm1(nodes[index], graph):
             found.add(index)
+        if index in returned:
+            if_scaled.add(index)
         for reader in consumers[index]:
             read = nodes[reader]
             if is_backward(read):
@@ -305,13 +309,25 @@ def _read_relatively(graph: Graph, products: set[int], made: set[int]) -> set[in
             if reader in products or is_relative(read, index):
                 found.add(index)
                 continue
-            if reader in found and read.name in _KEEPS_RELATIVE:
-                found.add(index)
-            elif reader in found and read.name in ("add", "sub"):
-                others = (v.node for v in read.inputs if v.node != index)
-                if made.isdisjoint(others):
+            others = [v for v in read.inputs if v.node != index and v.node in made]
+            if read.name in ("add", "sub"):
+                if reader in found and not others:
                     found.add(index)
+            elif read.name in _KEEPS_RELATIVE:
+                if reader in if_scaled or (
+                    reader in found and not _scales_its_own(index, others, graph)
+                ):
+                    found.add(index)
+                if reader in if_scaled:
+                    if_scaled.add(index)
     return found
+
+
+def _scales_its_own(index: int, factors: Iterable[Value], graph: Graph) -> bool:
+    """Whether a value is made of one of these factors, element by element."""
+    sources = (source_of(v, graph, SCALES) for v in factors)
+    own = [v.node for v in sources if v.size == graph.nodes[index].size]
+    return any(is_made_of(index, n, graph) for n in own)
 
 
 def _is_expm1(node: Node, graph: Graph) -> bool:
