@@ -10,6 +10,7 @@ from jmp_rewrite._graph import (
     EITHER,
     Graph,
     Loop,
+    Made,
     Node,
     Value,
     is_backward,
@@ -24,10 +25,8 @@ from jmp_rewrite._precision.origins import (
     up_to_exponents,
 )
 from jmp_rewrite._precision.products import contracted
-from jmp_rewrite._rules import COPIES, ELEMENTWISE, PICKS, Category
+from jmp_rewrite._rules import COPIES, PICKS, Category
 
-# What is made of the numbers that it reads, some left out, repeated or computed with.
-_SPREADS = ELEMENTWISE | (MOVES - EITHER) | COPIES | PICKS | {"scatter"}
 # What takes a part of what it reads.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 # What hands on elements as they were, some left out, repeated or set.
@@ -247,32 +246,42 @@ def _trains(graph: Graph, loop: Loop) -> bool:
 def _is_shared(graph: Graph, row: Value, length: int) -> bool:
     """Whether a stack is made of too few numbers for weights of its own in each row.
 
-    They are moved, picked, repeated and computed with element by element, in another
-    loop as well. What is smaller than half a row scales weights, and random numbers
-    drop some of them.
+    Arguments and random numbers alone are numbers of their own, whatever is made of
+    them. What is smaller than half a row scales weights, and random numbers drop some.
     """
-    stack = graph.nodes[row.node]
-    left, seen = list(stack.inputs), set[tuple[int, int, int]]()
-    if stack.name not in _SPREADS or len(stack.avals) != 1:
-        return False
+    arguments = {v.argument: v for v in graph.arguments}
+    left, seen = [row], set[tuple[int, int, Hashable]]()
     sources: dict[bool, int] = collections.Counter()
     while left:
         value = left.pop()
-        key = value.node, value.argument, value.result
+        key = value.node, value.argument, value.name
         if key in seen or not value.made_of_data:
             continue
         seen.add(key)
         drawn = is_drawn(value, graph.nodes)
-        if not drawn and value.node >= 0 and graph.nodes[value.node].name in _SPREADS:
-            left += graph.nodes[value.node].inputs
+        if not drawn and (reads := _read_for(graph, value)):
+            left += reads
             continue
-        is_row, has_rows = value.slice_of >= 0, value.aval.shape[:1] == (length,)
+        is_row = value.slice_of >= 0 and value is not row
+        if not is_row:  # an argument is as large as it was given
+            value = arguments.get(value.argument, value)
+        has_rows = value.aval.shape[:1] == (length,)
         if 2 * value.size >= row.size * (length if has_rows and not is_row else 1):
             if (is_row or has_rows) and not drawn:
                 return False
             sources[drawn] += value.size
     held = sources[False] or sources[True]
     return 0 < 2 * held <= row.size * length
+
+
+def _read_for(graph: Graph, value: Value) -> list[Value]:
+    """Returns what a value is computed of; nothing for an argument."""
+    if value.node >= 0:
+        node = graph.nodes[value.node]
+        return [v for v in (*node.inputs, *node.others) if v is not None]
+    if isinstance(value.name, Made):
+        return [v for v in value.name.operands if v is not None]
+    return []
 
 
 def _hands_on(node: Node, categories: Sequence[Category | None]) -> bool:
@@ -301,14 +310,15 @@ def _layer_products(
     moved: dict[int, tuple[Hashable, tuple[Any, ...]]] = {}  # which weight, turned how
     length = loop.eqn.params["length"]
 
-    shared: dict[int, bool] = {}
+    shared: dict[tuple[int, int], bool] = {}
 
     def is_own(value: Value) -> bool:
-        if value.node < 0 or not isinstance(length, int):
-            return True
-        if value.node not in shared:
-            shared[value.node] = _is_shared(graph, value, length)
-        return value.node not in made and not shared[value.node]
+        if value.node in made or not isinstance(length, int):
+            return value.node not in made
+        key = value.node, value.argument
+        if key not in shared:
+            shared[key] = _is_shared(graph, value, length)
+        return not shared[key]
 
     def found(value: Value) -> tuple[Hashable, tuple[Any, ...]] | None:
         if value.slice_of == loop.token:

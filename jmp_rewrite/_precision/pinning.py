@@ -149,7 +149,9 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         pins.lookups = frozenset(n for n in lookups if pins.may_round(n))
     if pins.whole_step and policy.reduce_dtype == pins.half:
         last = products - useful - pins.read_by.keys()
-        pins.reduced = reduction.summed_in_half(graph, last, useful, pins.full)
+        pins.reduced = reduction.summed_in_half(
+            graph, last, useful, pins.full, pins.half
+        )
     full = products - useful | (products & solved) | pins.read_by.keys()
     pins.emits_full = frozenset(full) - pins.reduced
 

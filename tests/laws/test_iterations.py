@@ -158,6 +158,20 @@ PROGRAMS = {
     "looked up": scanned(lambda w, t: w[None][jnp.zeros(40, int)]),
     "of zeros": scanned(lambda w, t: jnp.zeros((40, 8, 8), f32).at[:].set(w)),
     "in turn": scanned(lambda w, t: jnp.tile(jnp.stack([w, w.T]), (20, 1, 1))),
+    "inverses": scanned(
+        lambda w, t: jnp.linalg.inv(
+            3 * jnp.eye(8, dtype=f32)[None] + t[:, None, None] * w
+        )
+    ),
+    "of a branch": scanned(
+        lambda w, t: lax.cond(
+            w[0, 0] > 0,
+            lambda w: jnp.tile(w, (40, 1, 1)),
+            lambda w: w + 0 * t[:, None, None],
+            w,
+        )
+    ),
+    "handed on by a loop": scanned(lambda w, t: lax.map(lambda x: w, t)),
     "in a loop": scanned(lambda w, t: lax.map(lambda x: w * x, t)),
     "scaled by time": scanned(lambda w, t: w * t[:, None, None]),
     "least mean squares": learned(least_mean_squares, (8,), (4,)),

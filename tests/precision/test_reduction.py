@@ -151,9 +151,15 @@ def evaluated(params, x, y):
     return dict.fromkeys(params, errors.mean(0)), errors.mean()
 
 
+def squared(params, x, y):
+    value, grads = gradients(params, x, y)
+    return jax.tree.map(lambda g: g * g, grads), value
+
+
 @pytest.mark.parametrize(
     ("fun", "dtype"),
     [
+        (squared, "float32"),
         (clipped, "bfloat16"),
         (accumulated, "bfloat16"),
         (averaged, "float32"),
@@ -173,6 +179,20 @@ def test_gradients_alone_are_summed_in_half(fun, dtype):
     arrays = [e for e in eqns(jaxpr, "psum") if e.invars[0].aval.shape]
     assert len(arrays) >= 1
     assert {d for e in arrays for d in dtypes_in(e)} == {dtype}
+
+
+def test_no_scale_is_taken_off_before_a_sum_in_float16():
+    """Behind the loss scale gradients are too small for it."""
+
+    def unscaled(params, x, y):
+        value, grads = gradients(params, x, y)
+        inverse = 1 / jnp.float32(2**15) ** jnp.sign(jnp.abs(y).sum())
+        return jax.lax.pmean((jax.tree.map(lambda g: g * inverse, grads), value), "d")
+
+    policy = Policy("float16", reduce_dtype="float16", loss_scale=None)
+    sharded = over_devices(unscaled, check_vma=False)
+    jaxpr = trace(mixed_precision(sharded, policy), parameters(), *batch())
+    assert {d for e in eqns(jaxpr, "psum") for d in dtypes_in(e)} == {"float32"}
 
 
 def test_explain_names_the_policy():
