@@ -61,13 +61,9 @@ _KEEPS_RELATIVE = (
 )
 # A gradient is held behind these, of one operand with no gradient in the others.
 _BOUNDED = VIEWS | TAKES_APART | {"clamp", "max", "min"}
-HOLDS_GRADIENT = (
-    SCALES
-    | _BOUNDED
-    | SUMS_OVER_DEVICES
-    | PRODUCTS
-    | {"cumsum", "gather", "reduce_sum"}
-)
+# Their sum along a dimension is another one.
+_MIXED = PRODUCTS | {"cumsum", "gather", "reduce_sum"}
+HOLDS_GRADIENT = SCALES | _BOUNDED | SUMS_OVER_DEVICES | _MIXED
 _CHOICES = EITHER | {"select_n"}
 _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 
@@ -152,7 +148,7 @@ def differences(
     return found | near
 
 
-# A gradient: the node, which of its results, and how that was taken apart.
+# A gradient: the node, which of its results, and how that was taken apart, or summed.
 _Gradient = tuple[int, int, tuple[Hashable, ...]]
 # Of each its sign.
 _Gradients = dict[_Gradient, int]
@@ -200,8 +196,8 @@ def _gradients_in(
     if is_backward(node):
         return {(value.node, value.result, ()): 1}
     own = holds.get(value.node, {})
-    if own and node.name in TAKES_APART:
-        part = str(node.eqn.params), value.result
+    if own and node.name in TAKES_APART | _MIXED:
+        part = node.name, str(node.eqn.params), value.result
         return {(n, r, (*parts, part)): sign for (n, r, parts), sign in own.items()}
     return own
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from jmp_rewrite._graph import Graph, Node, Value, is_backward
-from jmp_rewrite._precision.terms import MOST_TERMS, takes_off_sum
+from jmp_rewrite._precision.terms import MOST_TERMS, source_of, takes_off_sum
 from jmp_rewrite._rules import SUMS
 
+_PARTS = frozenset({"pad", "slice"})
 # What these return has the dimensions of their operand.
 _SAME_AXES = frozenset(
     {"convert_element_type", "neg", "pad", "reduce_precision", "slice"}
@@ -19,9 +21,10 @@ _VIEWS = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
 def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int]]:
     """Returns what a softmax hands back, if a gradient is its sum along the softmax.
 
-    All but the share of what else the softmax normalizes cancels there: a bias of the
-    scores that an attention with a sink pools positions by. Without a sink all of it
-    does, and what is left are roundings in any case. Over a batch they average out.
+    All of it cancels there, or all but the share of what else the softmax normalizes:
+    the squared length of a query that is compared with centres, a bias of the scores
+    that an attention with a sink pools positions by. A bias that is summed over a batch
+    as well has no gradient but roundings, unless there is a sink.
 
     Returns:
       The sum of two cotangents that takes off what they have in common -> it and the
@@ -44,9 +47,13 @@ def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int
                 is_weighed |= any(
                     _is_weighed(graph.nodes[n], positive) for n in cotangents
                 )
+                is_part = any(graph.nodes[n].name in _PARTS for n in behind)
+                is_part = is_part or _divides_by_more(cotangents, graph)
                 if is_weighed and takes_off_sum(at, graph):
                     along = _axes_of_sum(at, graph)
-                    if along is not None and along <= axes:
+                    if along is not None and (
+                        along == axes or (is_part and along < axes)
+                    ):
                         found[index] = behind
             elif at.name == "transpose":
                 order = at.eqn.params["permutation"]
@@ -85,6 +92,15 @@ def _is_weighed(node: Node, positive: AbstractSet[int]) -> bool:
     return node.name == "mul" and any(
         v.node in positive and v.size == node.size for v in node.inputs
     )
+
+
+def _divides_by_more(terms: Sequence[int], graph: Graph) -> bool:
+    """Whether a term is divided by a sum and something else: `exp(x) / (1 + sum)`."""
+    near = {n for t in terms for n in (t, *graph.predecessors()[t])}
+    quotients = (graph.nodes[n] for n in near if graph.nodes[n].name == "div")
+    divisors = (q.inputs[1] for q in quotients if len(q.inputs) == 2)
+    sources = (source_of(v, graph).node for v in divisors)
+    return any(n >= 0 and graph.nodes[n].name == "add" for n in sources)
 
 
 def _is_same_along(value: Value, axes: frozenset[int], graph: Graph) -> bool:

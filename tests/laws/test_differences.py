@@ -232,6 +232,38 @@ def test_two_gradients_that_contrast_are_unrounded(fun, device):
         assert verdict.holds, verdict
 
 
+def taken_off(gradient):
+    """The mean over the inputs of a layer."""
+    return gradient - gradient.mean(0, keepdims=True)
+
+
+def spread(gradients):
+    """Of the parts of a batch, by which a step is divided."""
+    return gradients.mean(0) / (jnp.sqrt(gradients.var(0)) + f32(1e-8))
+
+
+@pytest.mark.parametrize("of", [taken_off, spread])
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_what_is_common_to_a_gradient_is_taken_off_it_unrounded(of, device):
+    def loss(ws, x):
+        return jnp.mean((jnp.tanh(x @ ws[0]) @ ws[1] - 10) ** 2)
+
+    def fun(ws, x):
+        if of is taken_off:
+            return jax.tree.map(of, jax.grad(loss)(ws, x))
+        parts = jax.vmap(jax.grad(loss), (None, 0))(ws, x.reshape(8, 128, 8))
+        return jax.tree.map(of, parts)
+
+    def draw(rng):
+        ws = normal(rng, 8, 32, scale=0.4), normal(rng, 32, 8, scale=0.2)
+        return ws, 1 + np.abs(normal(rng, 1024, 8, scale=0.3))
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
+        assert verdict.holds, verdict
+
+
 def knots_of(a, c, x):
     """Positions of a spline's knots, and their slopes."""
     h = x @ a + c[None]
