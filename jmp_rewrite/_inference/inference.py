@@ -523,8 +523,10 @@ def _apart(old: Iterable[Any], new: Iterable[Any]) -> str:
 
 def _captured_bytes(program: _Program) -> int:
     """Returns the bytes of the float32 arrays that a function captures."""
-    captured = _compat.constants(program.call.traced.closed)
-    return sum(x.nbytes for x in captured if getattr(x, "dtype", None) == FLOAT32)
+    jaxprs = [program.call.traced.closed, *(u.jaxpr for u in program.plan.graph.uses())]
+    captured = {id(c): c for j in jaxprs for c in _compat.constants(j)}.values()
+    arrays = (c for c in captured if getattr(c, "dtype", None) == FLOAT32)
+    return sum(c.nbytes for c in arrays if c.ndim)
 
 
 def _run(program: _Program) -> list[Any]:

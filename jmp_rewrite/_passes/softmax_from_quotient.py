@@ -55,9 +55,12 @@ def softmax_from_quotient(editor: Editor) -> None:
         half = half_of(body, eqn.outvars[0], editor.half)
         if half is not None and not _forward_again(editor, body, half, x):
             continue
+        reads = list(late_reads(editor, body, eqn.outvars[0]))
+        if any(editor.is_asked(body, at) for at, *_ in reads):
+            continue  # what is summed along the softmax adds up to nothing
         divisor = quotient.invars[1]
         chosen: dict[Any, Any] = {}
-        for at, position, var in late_reads(editor, body, eqn.outvars[0]):
+        for at, position, var in reads:
             if not is_float32(var) or editor.was_here(body, var):
                 continue
             if var not in chosen:

@@ -69,8 +69,8 @@ class Plan:
         itself, so that its cotangents are added up in float32.
       nested: makes the plan of a program that is only known later: a derivative rule.
       asked: the nodes whose float32 no pass may round: what a scope of the policy asks
-        for, or a difference of two gradients, and sums that a matrix multiplication
-        could hold.
+        for, or a difference of two gradients, or a sum along a softmax, and sums that a
+        matrix multiplication could hold.
       region: what it was traced as; None if nobody said.
       is_differentiated: whether it is known to be differentiated from outside.
       if_differentiated: makes the plan that holds where somebody differentiates it;
@@ -164,7 +164,7 @@ def make_plan(
     rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
     saturates = frozenset(n.index for n in rounded if _saturates(n, pins))
     asked = {i for i, why in enumerate(pins.full) if why and why.startswith(SCOPE)}
-    asked |= pins.contrasts | _unrounded_sums(graph, pins)
+    asked |= pins.contrasts | pins.shares | _unrounded_sums(graph, pins)
     return Plan(graph, pins, made, pins.whole_step, nested, saturates, frozenset(asked))
 
 

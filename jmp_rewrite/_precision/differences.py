@@ -8,7 +8,7 @@ is added, or not at all. One that counts by its own size, as `1 - exp(-a)` of a 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -16,8 +16,6 @@ import numpy as np
 
 from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_backward, reached
 from jmp_rewrite._precision.origins import VIEWS, is_indicator, leads_to_product
-from jmp_rewrite._precision.shares import summed_along
-from jmp_rewrite._precision.signs import nonnegative
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
     KEEPS_OFFSET,
@@ -75,6 +73,8 @@ def differences(
     small: set[int],
     ends: set[int],
     contrasts: AbstractSet[int],
+    shares: Mapping[int, Sequence[int]],
+    positive: AbstractSet[int],
 ) -> dict[int, int]:
     """Returns the nodes that a difference reads unrounded, and that difference.
 
@@ -94,13 +94,14 @@ def differences(
       small: statistics, which a normalization subtracts from what they are of.
       ends: gradients that an update reads, through which nothing is followed.
       contrasts: differences of two gradients.
+      shares: what a softmax hands back and is summed along it, as `summed_along` says.
+      positive: what is nowhere negative.
     """
     ends = ends | products
     promoted, offset = promoted_nodes(graph, made, products), _holds_offset(graph, made)
     turned = turned_cotangents(graph)
-    in_layers, positive = _in_layers(graph, products), nonnegative(graph)
+    in_layers = _in_layers(graph, products)
     loss = _read_by_results(graph) - in_layers
-    summed = summed_along(graph, positive)
     relative = _read_relatively(graph, products, made)
     outside = _terms_outside(graph, in_layers, made)
     found: dict[int, int] = {}
@@ -115,9 +116,9 @@ def differences(
             if is_sum and any(v.node in outside for v in node.inputs):
                 if takes_off_sum(node, graph):
                     follow_back(node, promoted, graph, found, ends)
-            if node.index in summed:
+            if node.index in shares:
                 follow_back(node, made, graph, found, ends)
-                found |= {n: node.index for n in summed[node.index] if n not in found}
+                found |= {n: node.index for n in shares[node.index] if n not in found}
             if _normalizes(node, graph, small):
                 continue
         elif is_backward(node) and _projects(node, graph):

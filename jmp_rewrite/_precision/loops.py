@@ -262,14 +262,12 @@ def _is_shared(graph: Graph, row: Value, length: int) -> bool:
         if not drawn and (reads := _read_for(graph, value)):
             left += reads
             continue
-        is_row = value.slice_of >= 0 and value is not row
-        if not is_row:  # an argument is as large as it was given
-            value = arguments.get(value.argument, value)
-        has_rows = value.aval.shape[:1] == (length,)
-        if 2 * value.size >= row.size * (length if has_rows and not is_row else 1):
-            if (is_row or has_rows) and not drawn:
-                return False
-            sources[drawn] += value.size
+        whole = arguments.get(value.argument)  # as large as it was given
+        if 2 * (whole or value).size < row.size:
+            continue
+        if whole is None and value.slice_of >= 0:
+            return False
+        sources[drawn] += (whole or value).size
     held = sources[False] or sources[True]
     return 0 < 2 * held <= row.size * length
 

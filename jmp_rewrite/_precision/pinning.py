@@ -43,7 +43,9 @@ from jmp_rewrite._precision.pins import (
     Pins,
 )
 from jmp_rewrite._precision.products import exact_products
+from jmp_rewrite._precision.shares import summed_along
 from jmp_rewrite._precision.sharp import read_sharply
+from jmp_rewrite._precision.signs import nonnegative
 from jmp_rewrite._precision.sums import summed_gradients, sums_with_exact
 from jmp_rewrite._rules import LOGARITHMS, Category, table
 from jmp_rewrite._source import where
@@ -185,7 +187,12 @@ def _pin_read_unrounded(
     ends = origins.gradients(graph, products)
     sharp = read_sharply(graph, products, pins.out_of_range, layered, ends)
     contrasts = contrasted(graph)
-    found = differences(graph, products, made, small, ends, contrasts.keys())
+    positive = nonnegative(graph)
+    shares = summed_along(graph, positive)
+    found = differences(
+        graph, products, made, small, ends, contrasts.keys(), shares, positive
+    )
+    pins.shares = frozenset().union(*shares.values())
     pins.contrasts = frozenset(products & set().union(*contrasts.values()))
     held = {n: r for n, r in found.items() if n not in sharp}
     blame = {**sharp, **held}

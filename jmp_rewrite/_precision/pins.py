@@ -55,6 +55,7 @@ class Pins:
       reduced: nodes whose results are summed over devices in half.
       decays: what loops multiply the states by that they carry.
       contrasts: the products that make gradients of which a difference is taken.
+      shares: the nodes that sum along a softmax what that hands back.
     """
 
     categories: list[Category | None]
@@ -77,6 +78,7 @@ class Pins:
     reduced: frozenset[int] = frozenset()
     decays: frozenset[int] = frozenset()
     contrasts: frozenset[int] = frozenset()
+    shares: frozenset[int] = frozenset()
     blame: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def products(self) -> set[int]:

@@ -168,10 +168,12 @@ def test_the_report_counts_bytes():
     )
 
 
-def test_what_the_function_captures_is_told():
+@pytest.mark.parametrize("jitted", [False, True])
+def test_what_the_function_captures_is_told(jitted):
     """A closure's weights are no argument, and half of nothing is no success."""
     params, x = params_of(), inputs(width=32)
-    serve = for_inference(lambda x: apply(params, x), BF16)
+    fun = lambda x: apply(params, x)  # noqa: E731
+    serve = for_inference(jax.jit(fun) if jitted else fun, BF16)
     read = {name: w for name, w in params.items() if name != "unread"}
     size = sum(w.nbytes for w in read.values())
     assert serve.report(x).captured_bytes == size

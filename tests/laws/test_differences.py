@@ -370,7 +370,7 @@ def test_what_a_softmax_takes_off_is_no_rest(scale, device):
 
     def fun(ws, x, y):
         def loss(ws):
-            q, centres = x @ ws[0] + ws[1][None] - 1, ws[2]
+            q, centres = x @ ws[0] + ws[1][None] - 3, ws[2]
             squares = (q**2).sum(-1, keepdims=True), (centres**2).sum(-1)[None]
             apart = squares[0] - 2 * q @ centres.T + squares[1]
             is_number = scale == "a number"

@@ -196,6 +196,26 @@ def test_what_one_weight_updates_is_state(name, policy, device):
         assert verdict.holds, verdict
 
 
+@pytest.mark.parametrize(
+    "spread", [jnp.broadcast_to, lambda w, s: jnp.tile(w, (32, 1, 1))]
+)
+def test_as_many_iterations_as_a_weight_has_rows(spread):
+    """What a stack is made of is no stack for having as many rows."""
+
+    def fun(s, w):
+        def step(s, w):
+            return s + f32(0.02) * jnp.tanh(s @ w), None
+
+        return lax.scan(step, s, spread(w, (32, 32, 32)))[0] @ w
+
+    judged = judge(
+        fun, lambda rng: (normal(rng, 8, 32), normal(rng, 32, 32, scale=0.2))
+    )
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", "cuda", rewritten):
+        assert verdict.holds, verdict
+
+
 VARIED = {
     "scaled": lambda w, t: w * t,
     "picked": lambda w, t: jnp.stack([w, w * f32(0.9)])[(3 * t).astype(int) % 2],
