@@ -258,24 +258,28 @@ def _is_shared(graph: Graph, row: Value, length: int) -> bool:
         if key in seen or not value.made_of_data:
             continue
         seen.add(key)
-        drawn = is_drawn(value, graph.nodes)
-        if not drawn and (reads := _read_for(graph, value)):
+        if reads := _read_for(graph, value):
             left += reads
             continue
         whole = arguments.get(value.argument)  # as large as it was given
-        if 2 * (whole or value).size < row.size:
-            continue
-        if whole is None and value.slice_of >= 0:
-            return False
-        sources[drawn] += (whole or value).size
+        if value.node >= 0:  # anew in each iteration
+            size = graph.nodes[value.node].size * graph.nodes[value.node].trips
+        elif whole is None and value.slice_of >= 0:
+            size = row.size * length
+        else:
+            size = (whole or value).size
+        if 2 * size >= row.size:
+            sources[is_drawn(value, graph.nodes)] += size
     held = sources[False] or sources[True]
     return 0 < 2 * held <= row.size * length
 
 
 def _read_for(graph: Graph, value: Value) -> list[Value]:
-    """Returns what a value is computed of; nothing for an argument."""
+    """Returns what a value is computed of; nothing for an argument, or a draw."""
     if value.node >= 0:
         node = graph.nodes[value.node]
+        if node.drawn:
+            return [v for v in node.inputs if is_drawn(v, graph.nodes)]
         return [v for v in (*node.inputs, *node.others) if v is not None]
     if isinstance(value.name, Made):
         return [v for v in value.name.operands if v is not None]

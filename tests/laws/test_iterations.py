@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from amplifying import judge, normal, trace
 from by_hand import DEVICES
+from helpers import eqns
 from jax import lax
 
-from jmp_rewrite import explain, mixed_precision_jaxpr
+from jmp_rewrite import explain, mixed_precision, mixed_precision_jaxpr
 
 f32 = np.float32
 RATE = f32(1.5e-3)
@@ -331,3 +332,31 @@ def test_float16_keeps_a_vector_of_epsilons():
     args = normal(rng, 8, 8), normal(rng, 32, 8), np.full((8,), 1e-9, f32)
     rewritten = mixed_precision_jaxpr(trace(fun, args), "mixed_float16")
     assert np.isfinite(jax.jit(jax.extend.core.jaxpr_as_fun(rewritten))(*args)[0]).all()
+
+
+X = jnp.ones((8, 16))
+DRAWN = {
+    "a stack": lambda key: jax.random.normal(key, (12, 16, 16)),
+    "a batch": lambda key: jax.vmap(lambda key: jax.random.normal(key, (16, 16)))(
+        jax.random.split(key, 12)
+    ),
+    "in a loop": lambda key: lax.map(
+        lambda key: jax.random.normal(key, (16, 16)), jax.random.split(key, 12)
+    ),
+    "one": lambda key: jnp.tile(jax.random.normal(key, (16, 16)), (12, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_layers_that_are_drawn_inside_are_told_apart(name):
+    def fun(key, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        x, _ = lax.scan(layer, x, DRAWN[name](key))
+        return x @ jnp.ones((16, 16))
+
+    rewritten = trace(mixed_precision(fun, "mixed_bfloat16"), (jax.random.key(0), X))
+    carried = {v.aval for e in eqns(rewritten, "scan") for v in e.outvars}
+    dtypes = {str(a.dtype) for a in carried if a.shape == X.shape}
+    assert dtypes == {"float32" if name == "one" else "bfloat16"}
