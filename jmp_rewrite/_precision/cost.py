@@ -44,7 +44,6 @@ from jmp_rewrite._precision.origins import REDUCTIONS, SMALL, is_zero, read_alon
 from jmp_rewrite._precision.pins import Pins
 from jmp_rewrite._precision.placement import Storage
 from jmp_rewrite._rules import (
-    CHOOSES,
     COPIES,
     COSTLY,
     MOVES,
@@ -288,7 +287,7 @@ def _stored(graph: Graph, pins: Pins) -> list[bool]:
     ]
     parts = _taken_apart(graph, pins) | _joined(graph, pins)
     windows = _cut(graph, pins) | _windows(graph)
-    for apart in parts | windows | _sorted(graph, pins) | _chosen_from(graph):
+    for apart in parts | windows | _sorted(graph, pins):
         stored[apart] = True
     for total, mean in _means(graph, pins):
         stored[total], stored[mean] = False, True
@@ -383,15 +382,6 @@ def _sorted(graph: Graph, pins: Pins) -> set[int]:
                 (products if is_moved else biased).add(index)
     sorts = (n for n in graph.nodes if n.name in SORTS)
     return {v.node for n in sorts for v in n.inputs} & biased
-
-
-def _chosen_from(graph: Graph) -> set[int]:
-    """Returns what a pool's derivative looks for the largest elements in.
-
-    It reads them from memory, as the pool does where both are kernels of their own.
-    """
-    pools = (n for n in graph.nodes if n.name in CHOOSES and n.inputs)
-    return {n.inputs[-1].node for n in pools} - {-1}
 
 
 def _cut(graph: Graph, pins: Pins) -> set[int]:

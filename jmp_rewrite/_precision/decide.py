@@ -36,6 +36,7 @@ class Label(enum.IntEnum):
     WIDENED = 3
 
 
+_POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
 _AGREES_OR_REDUCES = (JOINTS - {"stack_out"}) | origins.REDUCTIONS
 
 
@@ -158,7 +159,8 @@ def make_plan(
     _compare_alike(graph, labels)
     for node in pins.reduced | pins.lookups:
         labels[node] = True
-    made = [_label(n, pins, labels) for n in graph.nodes]
+    alike = _chosen_alike(graph, labels)
+    made = [_label(n, pins, labels, n.index in alike) for n in graph.nodes]
     for node in _asks_half(graph, pins, labels):
         made[node] = Label.HALF
     rounded = (n for n in graph.nodes if made[n.index] is Label.ROUNDED)
@@ -276,7 +278,21 @@ def _asks_half(graph: Graph, pins: Pins, labels: Sequence[bool]) -> list[int]:
     return found
 
 
-def _label(node: Node, pins: Pins, labels: Sequence[bool]) -> Label:
+def _chosen_alike(graph: Graph, labels: Sequence[bool]) -> set[int]:
+    """Returns the derivatives of pools that have chosen from rounded values."""
+    consumers, found = graph.consumers(), set[int]()
+    for node in graph.nodes:
+        if node.name in CHOOSES and node.inputs and node.inputs[-1].node >= 0:
+            readers = consumers[node.inputs[-1].node]
+            pools = [r for r in readers if graph.nodes[r].name in _POOLS]
+            if pools and all(labels[r] for r in pools):
+                found.add(node.index)
+    return found
+
+
+def _label(
+    node: Node, pins: Pins, labels: Sequence[bool], chooses_alike: bool
+) -> Label:
     """Returns how a node is emitted, given which results are half."""
     index = node.index
     category = pins.categories[index]
@@ -294,7 +310,7 @@ def _label(node: Node, pins: Pins, labels: Sequence[bool]) -> Label:
     # Half keys would make ties, and other indices.
     steps |= node.name in SORTS and not all(sources)
     # Nor is the largest of a window another one than in the forward pass.
-    steps |= node.name in CHOOSES and not sources[-1]
+    steps |= node.name in CHOOSES and not (sources[-1] or chooses_alike)
     # A sum beside the products is to find it as it was before it is rounded.
     steps |= node.name == "neg" and pins.whole_step and not all(sources)
     size = node.size

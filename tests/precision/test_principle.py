@@ -862,3 +862,24 @@ def test_what_is_subtracted_in_each_iteration_asks_nothing_of_layers():
         for update in (minus, plus)
     ]
     assert kept[0] == kept[1]
+
+
+def test_a_pool_and_its_derivative_read_the_same_rounded_values():
+    """Neither keeps the float32 values that a norm has made."""
+
+    def loss(params, x):
+        w, scale, v = params
+        y = x @ w
+        y = jax.nn.relu((y - y.mean(0)[None]) * scale[None])
+        y = lax.reduce_window(y, -jnp.inf, lax.max, (3, 1), (2, 1), "SAME")
+        return jnp.mean((y @ v) ** 2)
+
+    def step(params, x):
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    w, v, x = weights((W, W), (W, W), (64, W))
+    jaxpr = rewritten(step, (w, jnp.ones(W), v), x)
+    both = eqns(jaxpr, "reduce_window_max", "select_and_scatter_add")
+    assert len(both) == 2
+    assert {d for e in both for d in dtypes_in(e)} == {"bfloat16"}
