@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_rewrite import _compat, _rewrite, _transform
-from jmp_rewrite._arguments import not_a_function, wraps
+from jmp_rewrite._arguments import Flat, not_a_function, wraps
 from jmp_rewrite._diagnose import shadow as _shadow
 from jmp_rewrite._diagnose.blame import Finding, blame
 from jmp_rewrite._diagnose.calls import HANDLERS
@@ -23,7 +23,7 @@ from jmp_rewrite._diagnose.findings import findings_of
 from jmp_rewrite._diagnose.numbers import Numbers
 from jmp_rewrite._diagnose.progress import stage
 from jmp_rewrite._diagnose.results import Reference, is_finite
-from jmp_rewrite._loss_scaling import find_states
+from jmp_rewrite._loss_scaling import LossScaleState, find_states
 from jmp_rewrite._passes import resolve
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
 from jmp_rewrite._precision import parameters
@@ -226,6 +226,7 @@ def _diagnosis(
             harmed[row] = max(harmed.get(row, 0.0), _as_counted(error))
     results = _told_apart([path or "result" for path in traced.result_paths])
     spoilt = [r for r, bad in zip(rows, reference.is_spoilt, strict=True) if bad]
+    skipped = [rows[i] for i in _skipped(traced.results, exact)]
     if shadow.endless:  # no result ever comes
         errors = [float("inf")] * len(errors)
     return Diagnosis(
@@ -235,8 +236,9 @@ def _diagnosis(
         results=dict(zip(results, errors, strict=True)),
         noise=[n for n, bad in zip(results, reference.is_noise, strict=True) if bad],
         tolerance=tolerance,
-        spoilt=_first_spoilt(findings, spoilt),
+        spoilt=_first_spoilt(findings, spoilt or _tested(findings, skipped)),
         is_spoilt=bool(spoilt),
+        is_skipped=bool(skipped),
         endless=[_endless(*loop, policy.compute_dtype.name) for loop in shadow.endless],
         spoilt_arguments=_spoilt_arguments(traced.arrays, names),
         gradients=magnitudes,
@@ -271,6 +273,32 @@ def _told_apart(names: Sequence[str]) -> list[str]:
 def _as_counted(error: float) -> float:
     """Returns an error as `Counts` has it."""
     return min(error, 1.0) + (0.0 if math.isfinite(error) else SPOILT)
+
+
+def _skipped(results: Flat, values: Sequence[Any]) -> list[int]:
+    """Returns the results that say of a step that loss scaling has skipped it."""
+    flag = LossScaleState._fields[4]
+    return [
+        number
+        for number, path in enumerate(results.paths)
+        if any(flag in parameters.key_names(key) for key in path)
+        and not np.all(values[number])
+    ]
+
+
+def _tested(findings: Sequence[Finding], flags: Sequence[int]) -> list[int]:
+    """Returns the floats of which some flags tell whether they are finite."""
+    found, stack = [], [f for f in flags if f >= 0]
+    seen = set(stack)
+    while stack:
+        finding = findings[stack.pop()]
+        if finding.counts is not None and jnp.issubdtype(finding.dtype, np.inexact):
+            found.append(finding.index)
+            continue
+        new = set(finding.reads) - seen - {-1}
+        seen |= new
+        stack += new
+    return found
 
 
 def _first_spoilt(

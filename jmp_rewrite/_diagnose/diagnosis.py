@@ -55,8 +55,10 @@ class Diagnosis:
         0.
       tolerance: the error that is fine.
       spoilt: the first equation of the reference itself that makes an Inf or NaN which
-        reaches a result; None if there is none, or nobody knows where.
+        reaches a result, or for which it skips the step; None if there is none, or
+        nobody knows where.
       is_spoilt: whether the reference itself returns Inf or NaN.
+      is_skipped: whether the reference itself skips the step, by `loss_scaling`.
       endless: loops that float32 had left long before the program was stopped in them,
         a sentence each.
       spoilt_arguments: arguments that hold Inf or NaN.
@@ -86,6 +88,7 @@ class Diagnosis:
     tolerance: float
     spoilt: Finding | None
     is_spoilt: bool
+    is_skipped: bool
     endless: Sequence[str]
     spoilt_arguments: Sequence[str]
     gradients: np.ndarray
@@ -176,11 +179,15 @@ class Diagnosis:
 
     @property
     def about_reference(self) -> str:
-        """Says where the program is Inf or NaN in float32 too; "" if it is not."""
-        if not self.is_spoilt:
+        """Says where the program is Inf or NaN in float32 too; "" if it is not.
+
+        Of a step that it skips, the gradients are, and no result shows it.
+        """
+        if not (self.is_spoilt or self.is_skipped):
             return ""
+        what = "results" if self.is_spoilt else "the step is skipped: gradients"
         where = f", from {self.spoilt.line} on" if self.spoilt else ""
-        said = f"in float32 as well results are Inf or NaN{where}: no policy mends that"
+        said = f"in float32 as well {what} are Inf or NaN{where}: no policy mends that"
         if not self.spoilt_arguments:
             return said
         some = _some(self.spoilt_arguments)

@@ -190,6 +190,40 @@ def test_values_not_finite_in_float32_either_are_named(monkeypatch):
     assert str(diagnosis).count("in float32 as well") == 1
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_skipped_in_float32_as_well_is_told(monkeypatch, steps):
+    """It returns what it was given, so that no result shows what happened."""
+    monkeypatch.setenv("COLUMNS", "400")
+    tx = loss_scaling(optax.adam(1e-3))
+
+    def step(carry, x):
+        w, state = carry
+
+        def loss(w):
+            norm = jnp.linalg.norm(x @ w, axis=-1, keepdims=True)
+            return scale_loss((norm @ jnp.ones((1, 8))).sum(), state)
+
+        updates, state = tx.update(jax.grad(loss)(w), state, w)
+        return (optax.apply_updates(w, updates), state), None
+
+    def steps_(w, state, x):
+        if steps == 1:
+            return step((w, state), x)[0]
+        return jax.lax.scan(step, (w, state), jnp.stack([x] * steps))[0]
+
+    state = tx.init(ARGS[1])
+    spoilt = diagnose(steps_, "mixed_float16")(0 * ARGS[1], state, ARGS[0])
+    assert spoilt.error == 0 and spoilt.is_skipped and not spoilt.is_spoilt
+    assert str(spoilt).splitlines()[1] == (
+        "in float32 as well the step is skipped: gradients are Inf or NaN, from "
+        f"{spoilt.spoilt.line} on: no policy mends that"
+    )
+    with open(__file__) as file:
+        assert "linalg.norm" in file.readlines()[spoilt.spoilt.line.number - 1]
+    sound = diagnose(steps_, "mixed_float16")(ARGS[1], state, ARGS[0])
+    assert not sound.is_skipped and "skipped" not in str(sound)
+
+
 @pytest.mark.slow
 def test_the_first_line_that_is_not_finite():
     """Of the batch that gave Inf; with the state after it, that this is what is bad."""
