@@ -8,8 +8,9 @@ right for one scale only. What the backward pass reads, as parameters, is of deg
 what only the update reads, as moments, is of the degree of what is added to it. Zeros
 are of every degree, also those that a backward rule returns.
 
-It is dimensional analysis, after the backward pass alone. Where it does not know, it
-says so, and nobody is warned.
+It is dimensional analysis. A backward pass is linear in what is scaled, and is taken
+for it, but where a rule of its own (`jax.custom_vjp`) compares a cotangent. Where it
+does not know, it says so, and nobody is warned.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._misuse.lineage import in_order, is_backward, is_inexact
+from jmp_rewrite._misuse.lineage import BOUNDS, in_order, is_backward, is_inexact
 from jmp_rewrite._rules import CALLS, ORDERS
 
 # A number, or one of the five words below.
@@ -31,10 +32,13 @@ GUARD = "guard"  # of a number too small to be a threshold
 UNKNOWN = "unknown"
 STATE = "state"  # of what only the update reads: that of what is added to it
 MIXED = "mixed"  # values of two degrees compared or added
+IN_RULE = "mixed in a rule"  # the same in a backward pass
 
 # Numbers up to this guard a division by zero; nobody clips gradients there. The largest
 # default of optax is the 1e-3 of `adaptive_grad_clip`, against a parameter's norm.
 _SMALL = 1e-4
+# And these are what `nan_to_num` has in place of infinity.
+_LARGEST = float(np.finfo(np.float32).max)
 _SCAN_ROUNDS = 3
 
 # The result has the degree of the operands.
@@ -56,6 +60,7 @@ def degrees(
     scale: Any,
     scaled: Mapping[int, bool],
     parameters: Iterable[Any],
+    is_linear: bool = True,
 ) -> list[Degree]:
     """Returns the degree of each value of the jaxpr that is being traced.
 
@@ -64,6 +69,8 @@ def degrees(
       scale: that of the loss scale.
       scaled: equation, by its `id` -> whether it makes a cotangent that is scaled.
       parameters: tracers of arguments that the backward pass reads.
+      is_linear: whether the backward pass is linear in what is scaled; if nobody knows,
+        it is looked at.
     """
     fixed = {id(p) for p in parameters}
     known: dict[int, Sequence[Degree]] = {}
@@ -80,21 +87,32 @@ def degrees(
         found = known[id(eqn)]
         return found[_compat.result_index(eqn, tracer)]
 
-    for eqn in in_order(tracers, lambda eqn: is_backward(eqn) and scaled[id(eqn)]):
+    def stops(eqn: Any) -> bool:
+        return is_linear and is_backward(eqn) and scaled[id(eqn)]
+
+    for eqn in in_order(tracers, stops):
         gradient = Fraction(scaled[id(eqn)])
-        if gradient and is_backward(eqn):
+        if stops(eqn):
             known[id(eqn)] = [gradient] * len(eqn.outvars)
             continue
         found = _results(eqn, [of(x) for x in _compat.reads(eqn)], gradient)
         if is_backward(eqn):
-            found = [d if d == ANY else gradient for d in found]
+            found = [_of_cotangent(d, gradient) for d in found]
         known[id(eqn)] = found
     return [of(tracer) for tracer in tracers]
 
 
+def _of_cotangent(found: Degree, gradient: Fraction) -> Degree:
+    """Returns the degree of what a backward pass makes, of what its operands say."""
+    if found == MIXED and gradient:
+        return IN_RULE
+    known = found in (ANY, IN_RULE) or (gradient and isinstance(found, Fraction))
+    return found if known else gradient
+
+
 def _of_number(value: Any) -> Degree:
     size = np.abs(np.asarray(value)).astype(np.float64)
-    if np.all((size == 0) | np.isinf(size)):
+    if np.all((size == 0) | (size >= _LARGEST)):
         return ANY
     return GUARD if np.all(size <= _SMALL) else Fraction(0)
 
@@ -113,8 +131,8 @@ def _results(eqn: Any, operands: list[Degree], gradient: Fraction) -> list[Degre
 
 def _result(eqn: Any, operands: list[Degree]) -> Degree:
     name = eqn.primitive.name
-    if MIXED in operands:
-        return MIXED
+    if found := _MIXED & set(operands):
+        return IN_RULE if IN_RULE in found else MIXED
     if name in _KEEP:
         return _same(operands)
     if name == "select_n":
@@ -122,7 +140,7 @@ def _result(eqn: Any, operands: list[Degree]) -> Degree:
         return UNKNOWN if which == UNKNOWN else _same(cases)
     if name in _DROP:
         return Fraction(0)
-    if name in ORDERS or name in ("min", "max", "clamp"):
+    if name in ORDERS | BOUNDS:
         return _ordered(eqn, operands)
     if name in _ARITHMETIC:
         return _computed(eqn, operands)
@@ -132,6 +150,7 @@ def _result(eqn: Any, operands: list[Degree]) -> Degree:
 
 
 _NEUTRAL = (ANY, GUARD, STATE)
+_MIXED = frozenset({MIXED, IN_RULE})
 
 
 def _computed(eqn: Any, operands: list[Degree]) -> Degree:
@@ -185,10 +204,9 @@ def _of_jaxpr(held: Any, operands: list[Degree], gradient: Fraction) -> list[Deg
         return known.get(atom, UNKNOWN)
 
     for eqn in jaxpr.eqns:
+        found = _results(eqn, [of(x) for x in eqn.invars], gradient)
         if is_backward(eqn):
-            found: list[Degree] = [gradient] * len(eqn.outvars)
-        else:
-            found = _results(eqn, [of(x) for x in eqn.invars], gradient)
+            found = [_of_cotangent(d, gradient) for d in found]
         known.update(zip(eqn.outvars, found, strict=True))
     return [of(x) for x in jaxpr.outvars]
 
@@ -201,7 +219,7 @@ def _of_scan(eqn: Any, operands: list[Degree], gradient: Fraction) -> list[Degre
     for _ in range(_SCAN_ROUNDS):
         found = _of_jaxpr(body, given, gradient)
         carried = [
-            _same([given[consts + i], found[i]]) if MIXED != found[i] else MIXED
+            found[i] if found[i] in _MIXED else _same([given[consts + i], found[i]])
             for i in range(carries)
         ]
         if carried == given[consts : consts + carries]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_rewrite import _compat
-from jmp_rewrite._misuse.degree import MIXED, degrees
+from jmp_rewrite._misuse.degree import IN_RULE, MIXED, degrees
 from jmp_rewrite._misuse.inlined import Equation, Value, programs
 from jmp_rewrite._misuse.lineage import (
     Lineage,
@@ -53,6 +53,12 @@ CLIPPED = (
     "what is not scaled, as weight decay is, while they were multiplied by the loss "
     "scale: put loss_scaling outside, as in "
     "loss_scaling(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))"
+)
+CLIPPED_IN_RULE = (
+    "a backward rule (jax.custom_vjp) compares a cotangent with a fixed number, as "
+    "clipping does, or adds a fixed one, while it is multiplied by the loss scale: "
+    "multiply the number by jmp_rewrite.loss_scale_state(opt_state).loss_scale, or "
+    "clip the gradients in the optimizer, inside loss_scaling"
 )
 PARTLY_SCALED = (
     "a term of this loss, or the loss of some of these parameters, is not multiplied "
@@ -212,7 +218,10 @@ def _judge(
         return SCALED_TWICE
     if cotangents.partly:
         return PARTLY_SCALED
-    found = degrees(leaves, scale, cotangents.by, made.parameters)
+    is_linear = not cotangents.compared
+    found = degrees(leaves, scale, cotangents.by, made.parameters, is_linear)
+    if IN_RULE in found:
+        return CLIPPED_IN_RULE
     if MIXED in found:
         return CLIPPED
     wanted = 0 if grads_unscaled else 1

@@ -13,8 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._rules import CALLS, held_jaxprs
+from jmp_rewrite._rules import CALLS, ORDERS, held_jaxprs
 from jmp_rewrite._source import is_scaling
+
+
+BOUNDS = frozenset({"clamp", "max", "min"})
 
 
 class Lineage(NamedTuple):
@@ -104,17 +107,20 @@ class Scaling(NamedTuple):
       by: equation, by its `id` -> whether what it makes is.
       partly: whether one that is, is added to one that is not: a term of the loss.
       twice: whether one is multiplied again.
+      compared: whether one may be compared: by a rule of the program's own, since all
+        else is linear in it.
     """
 
     by: dict[int, bool]
     partly: bool
     twice: bool
+    compared: bool
 
 
 def scaling(gradients: Sequence[Any]) -> Scaling:
     """Follows the cotangents of gradients back to where they are scaled."""
     by: dict[int, bool] = {}
-    partly = twice = False
+    partly = twice = compared = False
     for eqn in in_order(gradients):
         makers = (m for m in map(_compat.maker, _compat.reads(eqn)) if m is not None)
         cotangents = [m for m in makers if is_backward(m) and not _is_zero(m)]
@@ -125,7 +131,15 @@ def scaling(gradients: Sequence[Any]) -> Scaling:
         by[id(eqn)] = scaled and any(map(is_backward, inner))
         partly |= eqn.primitive.name == "add_any" and len(before) == 2
         twice |= scales and len(inner) == 1 and True in before
-    return Scaling(by, partly, twice)
+        compared |= by[id(eqn)] and any(map(_compares, inner))
+    return Scaling(by, partly, twice, compared)
+
+
+def _compares(eqn: Any) -> bool:
+    """Whether an equation compares floats, or takes the larger or smaller of them."""
+    if eqn.primitive.name not in ORDERS | BOUNDS:
+        return False
+    return any(map(is_inexact, _compat.reads(eqn)))
 
 
 def _is_zero(eqn: Any) -> bool:
@@ -139,7 +153,11 @@ def _reads(eqn: Any, scale: Any) -> bool:
 
     An optimizer's state is often passed on as a whole.
     """
-    places = [i for i, x in enumerate(_compat.reads(eqn)) if x is scale]
+    return _does(eqn, [i for i, x in enumerate(_compat.reads(eqn)) if x is scale])
+
+
+def _does(eqn: Any, places: Sequence[int]) -> bool:
+    """Whether an equation does anything with some of its operands."""
     if not places or eqn.primitive.name not in CALLS:
         return bool(places)
     inner = _compat.open_jaxpr(eqn.params[CALLS[eqn.primitive.name][1]])
@@ -147,7 +165,11 @@ def _reads(eqn: Any, scale: Any) -> bool:
         return True
     given = {inner.invars[i] for i in places}
     return any(
-        not hasattr(x, "val") and x in given for e in inner.eqns for x in e.invars
+        _does(
+            e,
+            [i for i, x in enumerate(e.invars) if not hasattr(x, "val") and x in given],
+        )
+        for e in inner.eqns
     )
 
 

@@ -133,6 +133,23 @@ def with_rule(rule):
     return step_of(of(loss))
 
 
+def with_cotangent(rule, jit=lambda f: f):
+    """A scaled loss of a layer whose backward rule does this with the cotangent."""
+
+    @jax.custom_vjp
+    def same(h, scale):
+        return h
+
+    same.defvjp(lambda h, scale: (h, scale), lambda scale, g: (rule(g, scale), None))
+
+    @jit
+    def loss(params, opt_state, x):
+        h = same(jnp.tanh(x @ params["w"]), loss_scale_state(opt_state).loss_scale)
+        return scale_loss(jnp.mean(jax.nn.relu(h @ params["v"]) ** 2), opt_state)
+
+    return step_of(of(loss))
+
+
 CLIP_INSIDE = optax.chain(optax.clip_by_global_norm(1.0), SGD)
 FIXED = loss_scaling(optax.sgd(0.1), 1024.0)
 
@@ -223,6 +240,24 @@ WRONG = {
     "a rule returns a step in place of a gradient": (
         "the loss of some of these parameters",
         with_rule(lambda h, v: v - jnp.mean(h)),
+    ),
+    "a rule clips": (
+        "a backward rule (jax.custom_vjp) compares",
+        with_cotangent(lambda g, s: jnp.clip(g, -1.0, 1.0)),
+    ),
+    "a jitted rule clips": (
+        "a backward rule (jax.custom_vjp) compares",
+        with_cotangent(lambda g, s: jnp.clip(g, -1.0, 1.0), jax.jit),
+    ),
+    "a checkpointed rule clips by the norm": (
+        "a backward rule (jax.custom_vjp) compares",
+        with_cotangent(
+            lambda g, s: g * jnp.minimum(1.0, 1.0 / norm(g)), jax.checkpoint
+        ),
+    ),
+    "a rule chooses by the norm": (
+        "a backward rule (jax.custom_vjp) compares",
+        with_cotangent(lambda g, s: jnp.where(norm(g) > 1.0, g / norm(g), g)),
     ),
     "gradients of two losses": (
         "put loss_scaling outside",
@@ -325,6 +360,14 @@ RIGHT = {
     "a rule returns zeros": with_rule(lambda h, v: jnp.zeros_like(v)),
     "a rule computes zeros": with_rule(
         lambda h, v: -jax.jit(jnp.zeros_like)(v).T.reshape(v.shape) * jnp.mean(h)
+    ),
+    "a rule clips at the scale": with_cotangent(lambda g, s: jnp.clip(g, -s, s)),
+    "a rule hands on what is positive": with_cotangent(
+        lambda g, s: jnp.where(g > 0, -g, jnp.maximum(g, 0.0)), jax.checkpoint
+    ),
+    "a rule replaces NaN": with_cotangent(lambda g, s: jnp.nan_to_num(g)),
+    "a rule limits by its own mean": with_cotangent(
+        lambda g, s: jnp.minimum(g, 3 * jnp.abs(g).mean()), jax.jit
     ),
     "chain's element": step_of(
         scaled_grads, tx=optax.chain(loss_scaling(), optax.adam(0.1))
