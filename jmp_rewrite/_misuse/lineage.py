@@ -16,7 +16,6 @@ from jmp_rewrite import _compat
 from jmp_rewrite._rules import CALLS, ORDERS, held_jaxprs
 from jmp_rewrite._source import is_scaling
 
-
 BOUNDS = frozenset({"clamp", "max", "min"})
 
 
