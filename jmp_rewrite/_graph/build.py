@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -40,10 +40,13 @@ from jmp_rewrite._graph.nodes import (
 )
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
 from jmp_rewrite._rules import (
+    ELEMENTWISE,
     LANES,
     LEFT_ALONE,
     MAKES_DATA,
+    MOVES,
     MOVES_NUMBER,
+    PRODUCTS,
     held_jaxprs,
 )
 from jmp_rewrite._source import where
@@ -67,6 +70,8 @@ _RANDOM = frozenset({"random_bits", "rng_bit_generator", "threefry2x32"})
 
 # Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
 _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
+# A norm has no more operations than this.
+_FEW = 16
 
 _LOOPS = frozenset({"scan", "while"})
 # A known number stays known through these, and is known behind a sign.
@@ -206,11 +211,16 @@ class Builder:
                 reads = {operand: env[var]}
                 self._equation(instance, index, eqn, reads, place, trips)
             if self._by_sign:
-                self._note_rectified(eqn, env, rectified)
+                later = itertools.islice(body.eqns, index + 1, None)
+                self._note_rectified(eqn, env, rectified, later)
         return instance, [_read(env, v) for v in body.outvars]
 
     def _note_rectified(
-        self, eqn: Any, env: dict[Any, Value], rectified: dict[Any, Any]
+        self,
+        eqn: Any,
+        env: dict[Any, Value],
+        rectified: dict[Any, Any],
+        later: Iterable[Any],
     ) -> None:
         """Notes which results are `max(x, 0)` of a variable that the equation reads.
 
@@ -229,8 +239,48 @@ class Builder:
                 if source is None or source.constant is not None:
                     continue
                 is_operand = any(source is v for v in node.inputs)
-                if is_operand and source.aval.shape == value.aval.shape:
-                    rectified.setdefault(atom, var)
+                if not is_operand or source.aval.shape != value.aval.shape:
+                    continue
+                if self._is_scaled_product(source) and _is_multiplied(var, later):
+                    continue  # the result is stored, and what the argument is made of
+                rectified.setdefault(atom, var)
+
+    def _is_scaled_product(self, value: Value) -> bool:
+        """Whether a value is that of one product, scaled by another array, as in norms.
+
+        The backward pass reads what is scaled, and makes the value of it again.
+        """
+        found: set[int] = set()
+        is_scaled = False
+        todo, seen = [value.node], {-1}
+        while todo:
+            index = todo.pop()
+            if index in seen:
+                continue
+            seen.add(index)
+            node = self.nodes[index]
+            if node.name in PRODUCTS:
+                found.add(index)
+                continue
+            if node.name not in ELEMENTWISE | MOVES or len(seen) > _FEW:
+                return False
+            whole = [v for v in node.inputs if not self._is_repeated(v, node)]
+            is_scaled |= node.name in ("div", "mul") and len(whole) < len(node.inputs)
+            todo += [v.node for v in whole]
+            if any(v.node < 0 for v in whole):
+                return False
+        return is_scaled and len(found) == 1
+
+    def _is_repeated(self, value: Value, node: Node) -> bool:
+        """Whether a node's operand is a smaller array that is repeated for it."""
+        if value.size < node.size:
+            return True
+        maker = self.nodes[value.node] if value.node >= 0 else None
+        return (
+            maker is not None
+            and maker.name == "broadcast_in_dim"
+            and all(v.size < maker.size for v in maker.inputs)
+        )
 
     def _equation(
         self,
@@ -430,6 +480,19 @@ def _name(eqn: Any) -> str:
 def _is_one(before: Any, after: Any) -> bool:
     """Whether two shapes are one but for dimensions of size one."""
     return [d for d in before if d != 1] == [d for d in after if d != 1]
+
+
+def _is_multiplied(var: Any, later: Iterable[Any]) -> bool:
+    """Whether a product reads a variable, as it is or moved, in later equations."""
+    same = {var}
+    for eqn in later:
+        if not any(not hasattr(v, "val") and v in same for v in eqn.invars):
+            continue
+        if eqn.primitive.name in PRODUCTS:
+            return True
+        if eqn.primitive.name in MOVES | {"convert_element_type", "pad"}:
+            same.update(eqn.outvars)
+    return False
 
 
 def _asks_sign(eqn: Any, rectified: dict[Any, Any]) -> tuple[Any, Any] | None:

@@ -401,6 +401,21 @@ def test_a_rectifier_keeps_its_result_alone(policy):
             assert relative_error(a - w, b - w) < 8 * EPS[policy]
 
 
+def test_a_rectified_norm_is_asked_for_its_sign():
+    """The backward pass reads what the norm is of: its result would be one more."""
+
+    def normalized(h):
+        away = h - h.mean(0, keepdims=True)
+        variance = jnp.square(away).mean(0, keepdims=True)
+        return jax.nn.relu(away * jax.lax.rsqrt(variance + 1e-3))
+
+    step, params, x = step_of(normalized)
+    jaxpr = trace(mixed_precision(step, "mixed_bfloat16"), params, x)
+    (sign,) = eqns(jaxpr, "gt")
+    (maker,) = (e for e in walk(jaxpr) if sign.invars[0] in e.outvars)
+    assert maker.primitive.name == "mul"
+
+
 SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, jnp.inf, -jnp.inf, jnp.nan]
 
 
