@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import BY_NAME, PROGRAMS, W, mesh, normal
 
-from jmp_rewrite import _compat, _rewrite, use_passes
+from jmp_rewrite import _compat, _rewrite, diagnose, use_passes
 from jmp_rewrite._diagnose import shadow as _shadow
 from jmp_rewrite._diagnose.calls import HANDLERS
 from jmp_rewrite._diagnose.findings import findings_of
@@ -389,3 +389,22 @@ def test_without_rounding_a_programs_own_half_is_float32(fun, few):
     wanted = jax.tree.leaves(fun(x, jnp.float32))
     for got, want in zip(found, wanted, strict=True):
         assert got.dtype == want.dtype and relative_error(got, want) < FUSED
+
+
+@pytest.mark.parametrize("length", [2, 40])
+def test_a_gradient_through_a_scan_inside_of_a_shard_map(length):
+    """What an iteration reads of a stack varies over the mesh as the stack does."""
+    (axis,) = mesh().axis_names
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh(), in_specs=(P(axis), P()), out_specs=P()
+    )
+    def layers(w, x):
+        x = lax.pcast(x, axis, to="varying")
+        last, rows = lax.scan(lambda h, _: (jnp.tanh(h @ w[0]), h), x, None, length)
+        return lax.pmean(last + rows.mean(0), axis)
+
+    gradient = jax.grad(lambda w, x: (layers(w, x) ** 2).sum())
+    w = normal(mesh().size, 8, 8, scale=0.3)
+    diagnosis = diagnose(gradient, "bf16")(w, normal(4, 8))
+    assert 0 < diagnosis.error <= diagnosis.tolerance
