@@ -14,8 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from jmp_rewrite._graph import EITHER, Graph, Node, Value, is_backward, reached
-from jmp_rewrite._precision.origins import VIEWS, is_indicator, leads_to_product
+from jmp_rewrite._graph import (
+    EITHER,
+    Graph,
+    Made,
+    Node,
+    Value,
+    is_backward,
+    reached,
+)
+from jmp_rewrite._precision.origins import (
+    VIEWS,
+    is_indicator,
+    leads_to_product,
+)
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
     KEEPS_OFFSET,
@@ -31,10 +43,12 @@ from jmp_rewrite._precision.terms import (
     turned_cotangents,
 )
 from jmp_rewrite._rules import (
+    COMPARES,
     COPIES,
     EXPONENTIALS,
     JOINS,
     LOGARITHMS,
+    ORDERS,
     PICKS,
     PRODUCTS,
     SUMS,
@@ -63,6 +77,8 @@ _BOUNDED = VIEWS | TAKES_APART | {"clamp", "max", "min"}
 _MIXED = PRODUCTS | {"cumsum", "gather", "reduce_sum"}
 HOLDS_GRADIENT = SCALES | _BOUNDED | SUMS_OVER_DEVICES | _MIXED
 _CHOICES = EITHER | {"select_n"}
+# Indices of the largest or smallest elements are comparisons of all of them.
+_SELECTS = frozenset({"argmax", "argmin", "sort", "top_k"})
 _EXTREMES = frozenset({"reduce_max", "reduce_min"})
 
 
@@ -84,8 +100,9 @@ def differences(
     sums of one value and others, which is added with its other sign in a backward pass.
     A number that is added to what may be negative is such a difference, too, and so is
     a sum of what a backward pass has made of one cotangent and of its negative. A
-    logarithm is one of exponents. So is what they are made of, back to the matrix
-    multiplications; beside an exact value, elementwise.
+    logarithm is one of exponents, and a comparison that a forward pass asks is one, as
+    of a value with the largest around it. So is what they are made of, back to the
+    matrix multiplications; beside an exact value, elementwise.
 
     Args:
       graph: the program.
@@ -104,6 +121,7 @@ def differences(
     loss = _read_by_results(graph) - in_layers
     relative = _read_relatively(graph, products, made)
     outside = _terms_outside(graph, in_layers, made)
+    deciding = _deciding(graph, in_layers | loss)
     found: dict[int, int] = {}
     near: dict[int, int] = {}  # apart: they end where others go on
     for index in sorted(contrasts):
@@ -128,6 +146,9 @@ def differences(
             follow_back(node, promoted, graph, near, ends, near=True)
         elif _adds_number(node, positive):
             if in_loss or node.index in relative:
+                follow_back(node, promoted, graph, found, ends)
+        elif node.name == "sort" or _comparison(node.eqn, node.inputs) in deciding:
+            if _cancels(node, promoted, node.name in _SELECTS):
                 follow_back(node, promoted, graph, found, ends)
         elif _is_difference(node, graph):
             exact = [v for v in node.inputs if is_exact(v, graph, made)]
@@ -182,7 +203,10 @@ def contrasted(graph: Graph) -> dict[int, set[int]]:
             own = _negated(operands[0]) if 0 in node.literals else operands[0]
         else:
             own = _same_gradients(node, operands)
-        if own and len(own) <= MOST_TERMS:
+            if node.name in _MIXED and len(set(own.values())) == 2:
+                found[node.index] = {_maker(index, graph) for index, *_ in own}
+        is_many = len(own) > MOST_TERMS and node.name in SUMS
+        if own and not is_many:
             holds[node.index] = own
     return found
 
@@ -198,6 +222,8 @@ def _gradients_in(
         return {(value.node, value.result, ()): 1}
     own = holds.get(value.node, {})
     if own and node.name in TAKES_APART | _MIXED:
+        if len(own) > MOST_TERMS:
+            return {}
         part = node.name, str(node.eqn.params), value.result
         return {(n, r, (*parts, part)): sign for (n, r, parts), sign in own.items()}
     return own
@@ -252,6 +278,37 @@ def _read_by_results(graph: Graph) -> set[int]:
     return results | leads_to_product(results, before, lambda n: is_backward(nodes[n]))
 
 
+# Which equation, and the nodes of what it reads.
+_Comparison = tuple[Any, tuple[int, ...]]
+
+
+def _comparison(eqn: Any, inputs: Iterable[Value | None]) -> _Comparison:
+    return eqn, tuple(v.node for v in inputs if v is not None)
+
+
+def _deciding(graph: Graph, layers: set[int]) -> set[_Comparison]:
+    """Returns the comparisons that a forward pass chooses by, or multiplies by.
+
+    One is made of masks and indices, as a router's are. The derivative of a maximum
+    asks which elements are as large as it: that is a backward pass.
+    """
+    found: set[_Comparison] = set()
+    seen: set[Made] = set()
+    for node in graph.nodes:
+        if node.index not in layers or is_backward(node):
+            continue
+        stack = [v.name for v in node.others if v is not None]
+        while stack:
+            made = stack.pop()
+            if not isinstance(made, Made) or made in seen:
+                continue
+            seen.add(made)
+            if made.name in COMPARES | ORDERS | _SELECTS:
+                found.add(_comparison(made.eqn, made.operands))
+            stack += [v.name for v in made.operands if v is not None]
+    return found
+
+
 def _terms_outside(graph: Graph, in_layers: set[int], made: set[int]) -> set[int]:
     """Returns the cotangents that hold one that the loss alone has made, and those."""
     found: set[int] = set()
@@ -286,14 +343,16 @@ def _read_relatively(graph: Graph, products: set[int], made: set[int]) -> set[in
 
     Products and quotients keep relative errors. A gate's `1 - z` that scales what is
     added to another activation does not: the error is small beside the sum. Nor does
-    one that scales what it is made of, as that of a GELU, unless that is returned: it
-    is small for a part of the values. Neither does the derivative of a nonlinearity.
-    One from an exponential always does: `1 - exp(-a)` of a small `a` is `a`.
+    one that scales what it is made of, as that of a GELU, unless a root or a quotient
+    reads each element, or it is returned: it is small for a part of the values. Neither
+    does the derivative of a nonlinearity. One from an exponential always does: `1 -
+    exp(-a)` of a small `a` is `a`.
     """
     consumers, nodes = graph.consumers(), graph.nodes
     returned = {v.node for v in graph.results}
     found: set[int] = set()
     if_scaled: set[int] = set()  # what they scale counts
+    each: set[int] = set()  # of all elements, whatever the others are
     for index in reversed(range(len(nodes))):
         if index in returned or _is_expm1(nodes[index], graph):
             found.add(index)
@@ -305,19 +364,31 @@ def _read_relatively(graph: Graph, products: set[int], made: set[int]) -> set[in
                 continue
             if reader in products or is_relative(read, index):
                 found.add(index)
+                if reader not in products:
+                    each.add(index)
                 continue
             others = [v for v in read.inputs if v.node != index and v.node in made]
             if read.name in ("add", "sub"):
                 if reader in found and not others:
                     found.add(index)
-            elif read.name in _KEEPS_RELATIVE:
-                if reader in if_scaled or (
-                    reader in found and not _scales_its_own(index, others, graph)
-                ):
-                    found.add(index)
+            elif read.name in _KEEPS_RELATIVE or _guards(read):
                 if reader in if_scaled:
                     if_scaled.add(index)
+                if reader in each and read.name != "reduce_sum":
+                    each.add(index)
+                if (
+                    index in if_scaled
+                    or index in each
+                    or (reader in found and not _scales_its_own(index, others, graph))
+                ):
+                    found.add(index)
     return found
+
+
+def _guards(node: Node) -> bool:
+    """Whether a node keeps a value from zero, as `max(x, 1e-6)`."""
+    numbers = node.literals.values() if node.name == "max" else ()
+    return any(np.all((x > 0) & (x <= _GUARD)) for x in numbers)
 
 
 def _scales_its_own(index: int, factors: Iterable[Value], graph: Graph) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jmp_rewrite._graph import (
     EITHER,
@@ -247,31 +247,50 @@ def _is_shared(graph: Graph, row: Value, length: int) -> bool:
     """Whether a stack is made of too few numbers for weights of its own in each row.
 
     Arguments and random numbers alone are numbers of their own, whatever is made of
-    them. What is smaller than half a row scales weights, and random numbers drop some.
+    them, and no more than fit into what they pass on the way. What is smaller than half
+    a row scales weights, and random numbers drop some.
     """
     arguments = {v.argument: v for v in graph.arguments}
-    left, seen = [row], set[tuple[int, int, Hashable]]()
+
+    def size_of(value: Value) -> int:
+        whole = arguments.get(value.argument)  # as large as it was given
+        if value.node >= 0:  # anew in each iteration
+            return graph.nodes[value.node].size * graph.nodes[value.node].trips
+        if whole is None and value.slice_of >= 0:
+            return row.size * length
+        return (whole or value).size
+
+    left, known = [row], dict[_Key, tuple[Value, list[Value]]]()
     sources: dict[bool, int] = collections.Counter()
     while left:
         value = left.pop()
-        key = value.node, value.argument, value.name
-        if key in seen or not value.made_of_data:
+        reads = _read_for(graph, value)
+        is_number = value.constant is not None or (value.node >= 0 and not reads)
+        if _key(value) in known or (is_number and not value.made_of_data):
             continue
-        seen.add(key)
-        if reads := _read_for(graph, value):
-            left += reads
-            continue
-        whole = arguments.get(value.argument)  # as large as it was given
-        if value.node >= 0:  # anew in each iteration
-            size = graph.nodes[value.node].size * graph.nodes[value.node].trips
-        elif whole is None and value.slice_of >= 0:
-            size = row.size * length
-        else:
-            size = (whole or value).size
-        if 2 * size >= row.size:
-            sources[is_drawn(value, graph.nodes)] += size
-    held = sources[False] or sources[True]
-    return 0 < 2 * held <= row.size * length
+        known[_key(value)] = value, reads
+        left += reads
+        if not reads and 2 * size_of(value) >= row.size:
+            sources[is_drawn(value, graph.nodes)] += size_of(value)
+    drawn = not sources[False]
+    held: dict[_Key, int] = {}
+    for key, (value, reads) in sorted(known.items(), key=lambda x: x[1][0].node):
+        size = size_of(value)
+        if reads:
+            before = {_key(v) for v in reads} & known.keys()
+            size = min(size, sum(held.get(k, size_of(known[k][0])) for k in before))
+        elif is_drawn(value, graph.nodes) != drawn:
+            size = 0
+        held[key] = size if 2 * size >= row.size else 0
+    numbers = min(sources[drawn], held.get(_key(row), 0))
+    return 0 < 2 * numbers <= row.size * length
+
+
+_Key: TypeAlias = tuple[int, int, Hashable]
+
+
+def _key(value: Value) -> _Key:
+    return value.node, value.argument, value.name
 
 
 def _read_for(graph: Graph, value: Value) -> list[Value]:

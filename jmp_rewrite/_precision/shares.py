@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+import numpy as np
+
 from jmp_rewrite._graph import Graph, Node, Value, is_backward
 from jmp_rewrite._precision.terms import MOST_TERMS, source_of, takes_off_sum
 from jmp_rewrite._rules import SUMS
@@ -63,6 +65,9 @@ def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int
                 unknown = [v for v in factors if v.node not in positive]
                 if not all(_is_same_along(v, axes, graph) for v in unknown):
                     break
+            elif at.name == "select_n":  # or nothing, as behind a bound
+                if any(np.any(x != 0) for x in at.literals.values()):
+                    break
             elif at.name in _VIEWS:
                 axes = _before(at, axes)
             elif at.name not in _SAME_AXES:
@@ -82,9 +87,9 @@ def _before(view: Node, axes: frozenset[int]) -> frozenset[int]:
 
 
 def _cotangents(node: Node, graph: Graph) -> list[int]:
-    """Returns what a node reads of a backward pass."""
-    read = (v.node for v in node.inputs if v.node >= 0)
-    return [n for n in read if is_backward(graph.nodes[n])]
+    """Returns what a node reads of a backward pass, but for zeros."""
+    read = (graph.nodes[v.node] for v in node.inputs if v.node >= 0)
+    return [n.index for n in read if is_backward(n) and n.inputs]
 
 
 def _is_weighed(node: Node, positive: AbstractSet[int]) -> bool:

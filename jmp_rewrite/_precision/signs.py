@@ -63,7 +63,7 @@ def _is_nonnegative(node: Node, known: set[int]) -> bool:
     if name in _ALWAYS:
         return True
     if name in _OF_SUCH:
-        if inputs and all(v.node in known for v in inputs):
+        if (inputs or node.literals) and all(v.node in known for v in inputs):
             return all(map(_is_positive, node.literals.values()))
         return name == "mul" and len(inputs) == 2 and _is_square(*inputs)
     if name == "integer_pow":

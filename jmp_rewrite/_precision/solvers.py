@@ -6,7 +6,7 @@ value of the loop, and a backward pass that takes them again (an adjoint that st
 nothing, a replay from checkpoints) has to come to the same ones. Where values are
 rounded is chosen by what the program stores, which is not the same in both. So between
 the matrix multiplications of a solver nothing is rounded, and nothing in a loop that
-runs the same lines again.
+runs the same lines again. A loop over train steps is none: it holds both passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph import Graph, Loop
+from jmp_rewrite._graph import Graph, Loop, is_backward
 from jmp_rewrite._rules import COMPARISONS, held_jaxprs
 from jmp_rewrite._source import Lines
 
@@ -41,7 +41,9 @@ def inside_solvers(graph: Graph, products: set[int], state: set[int]) -> set[int
         line = lines.of(graph.nodes[node].eqn, None)
         if line.file and line in own_lines:
             around = [x.nodes for x in graph.loops if node in x.nodes]
-            inside.update(*sorted(around, key=len)[:1])
+            for innermost in sorted(around, key=len)[:1]:
+                passes = {is_backward(graph.nodes[n]) for n in innermost}
+                inside.update(innermost if len(passes) == 1 else ())
     return inside
 
 

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -203,6 +204,23 @@ def averaged(w, a, b, v):
     return jax.tree.map(lambda g, h: g.mean(0) - h.mean(0), first, second)
 
 
+def ravelled(w, a, b, v):
+    """Gradients of more parameters than a sum may have terms."""
+
+    columns = list(jnp.tile(w, (1, 5)).T)
+
+    def gradient(v):
+        energy = lambda ws: free_energy(jnp.stack(ws).T, a, jnp.tile(b, 5), v)  # noqa: E731
+        return jax.flatten_util.ravel_pytree(jax.grad(energy)(columns))[0]
+
+    return gradient(v) - gradient(v + f32(0.02) * jnp.sin(9 * v))
+
+
+def stacked(*args):
+    first, second = _contrasted(*args)
+    return jax.tree.map(lambda g, h: jnp.stack([g, -h]).sum(0), first, second)
+
+
 @pytest.mark.parametrize(
     "fun",
     [
@@ -216,6 +234,8 @@ def averaged(w, a, b, v):
         conditioned,
         accumulated,
         averaged,
+        ravelled,
+        stacked,
     ],
 )
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -326,6 +346,10 @@ def in_units_of_its_range(a):
     return (a - low) / (high - low)
 
 
+def deviation(probability):
+    return jnp.sqrt(probability * (1 - probability))
+
+
 # Differences that another activation multiplies or divides.
 SCALED = {
     "a quotient": lambda a, s: ((jax.nn.softplus(a) + 0.5) ** 0.3 - 1) / s,
@@ -333,6 +357,7 @@ SCALED = {
     "a distribution": lambda a, s: (1 + lax.erf(a - 2)) * s,
     "a carry gate": lambda a, s: (1 - jax.nn.sigmoid(a + 5)) / s,
     "min-max": lambda a, s: in_units_of_its_range(5 + a / 10),
+    "a deviation": lambda a, s: deviation(jax.nn.sigmoid(a + 3)) * s,
     "from the largest": lambda a, s: (a / 10 - jnp.max(a / 10, -1, keepdims=True)) * s,
 }
 
@@ -363,16 +388,25 @@ def test_what_scales_a_difference_keeps_its_error(name, device):
         assert verdict.holds, verdict
 
 
+BOUNDS = {
+    "no bound": lambda apart: apart,
+    "a bound": lambda apart: jnp.maximum(apart, 0),
+    "two bounds": lambda apart: jnp.clip(apart, 0, 1e4),
+    "a mask": lambda apart: jnp.where(np.arange(48) < 40, apart, np.inf),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("scale", ["a number", "a temperature"])
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_what_a_softmax_takes_off_is_no_rest(scale, device):
+def test_what_a_softmax_takes_off_is_no_rest(scale, device, bound):
     """The squared length of a query changes no assignment to the nearest centre."""
 
     def fun(ws, x, y):
         def loss(ws):
             q, centres = x @ ws[0] + ws[1][None] - 3, ws[2]
             squares = (q**2).sum(-1, keepdims=True), (centres**2).sum(-1)[None]
-            apart = squares[0] - 2 * q @ centres.T + squares[1]
+            apart = BOUNDS[bound](squares[0] - 2 * q @ centres.T + squares[1])
             is_number = scale == "a number"
             rate = f32(0.1) if is_number else f32(0.1) * jax.nn.softplus(x @ ws[3])
             z = jax.nn.softmax(-rate * apart) @ ws[4]
@@ -385,6 +419,49 @@ def test_what_a_softmax_takes_off_is_no_rest(scale, device):
         more = (normal(rng, 48, 8, scale=0.1), normal(rng, 8, 1, scale=0.3))
         ws = (*first, *more, normal(rng, 48, 16, scale=0.2), normal(rng, 16, 4))
         return ws, normal(rng, 32, 8), normal(rng, 32, 4)
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
+        assert verdict.holds, verdict
+
+
+def peaks(z):
+    window = (1, 3), (1, 1), "SAME"
+    return z * (lax.reduce_window(z, -np.inf, lax.max, *window) == z)
+
+
+def routed(z):
+    top, indices = lax.top_k(z, 2)
+    weights = top / top.sum(-1, keepdims=True)
+    return (jax.nn.one_hot(indices, z.shape[-1]) * weights[..., None]).sum(1)
+
+
+SELECTED = {
+    "peaks": peaks,
+    "a router": routed,
+    "the largest": lambda z: z * jax.nn.one_hot(jnp.argmax(z, -1), z.shape[-1]),
+    "as large as another": lambda z: z * (z >= jnp.roll(z, 1, -1)),
+    "in order": lambda z: jnp.sort(z, -1) * np.linspace(0, 1, 48, dtype=f32),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SELECTED)
+def test_what_is_selected_by_size_is_compared_unrounded(name, device):
+    """Roundings make ties of values that are near each other."""
+
+    def fun(ws, x, y):
+        def loss(ws):
+            z = jax.nn.sigmoid(x @ ws[0] + ws[1] + 2)
+            return jnp.mean((SELECTED[name](z) @ ws[2] - y) ** 2)
+
+        return jax.value_and_grad(loss)(ws)
+
+    def draw(rng):
+        ws = normal(rng, 8, 48, scale=0.3), normal(rng, 32, 48, scale=0.1)
+        ws = (*ws, normal(rng, 48, 16, scale=0.3))
+        return ws, normal(rng, 32, 8), normal(rng, 32, 16)
 
     judged = judge(fun, draw)
     rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")

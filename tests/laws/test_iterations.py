@@ -174,6 +174,9 @@ PROGRAMS = {
     ),
     "handed on by a loop": scanned(lambda w, t: lax.map(lambda x: w, t)),
     "in a loop": scanned(lambda w, t: lax.map(lambda x: w * x, t)),
+    "quantized": scanned(
+        lambda w, t: jnp.repeat((w * 64).astype("i1")[None], 40, 0).astype(f32) / 64
+    ),
     "scaled by time": scanned(lambda w, t: w * t[:, None, None]),
     "least mean squares": learned(least_mean_squares, (8,), (4,)),
     "temporal differences": learned(temporal_differences, (16, 8), (16, 8), (16, 4)),
@@ -194,6 +197,34 @@ def test_what_one_weight_updates_is_state(name, policy, device):
     judged = judge(*PROGRAMS[name])
     rewritten = mixed_precision_jaxpr(judged.closed, policy)
     for verdict in judged.verdicts(policy, device, rewritten):
+        assert verdict.holds, verdict
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda bank, x: bank[3],
+        lambda bank, x: bank.mean(0) * 4,
+        lambda bank, x: bank[0] / (1 + jnp.square(x).mean()),
+        lambda bank, x: bank.reshape(-1)[64:128].reshape(8, 8),
+        lambda bank, x: bank.reshape(-1, 8)[jnp.arange(8) * 3],
+    ],
+)
+def test_one_weight_of_many_is_one(pick):
+    """A stack holds no more numbers than what it was picked from."""
+
+    def fun(s, bank, v, x):
+        stack = jnp.repeat(pick(bank, x)[None], 40, 0)
+        step = lambda s, w: (s + RATE * jnp.tanh(s @ w), None)  # noqa: E731
+        return lax.scan(step, s, stack)[0] @ v
+
+    def draw(rng):
+        s, _, v = draws()(rng)
+        return s, normal(rng, 64, 8, 8, scale=0.4), v, normal(rng, 256, 8)
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", "cuda", rewritten):
         assert verdict.holds, verdict
 
 
