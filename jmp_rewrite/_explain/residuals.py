@@ -188,7 +188,7 @@ class _Origins:
         return set() if is_number else self.sources(value)
 
     def sources(self, value: Any) -> set[Any]:
-        """Returns the sources of a value, through all copies: each may be what it is."""
+        """Returns what a value may be a copy of, through all copies."""
         value = self._views.get(value, value)
         if value not in self._copies:
             return {value}
