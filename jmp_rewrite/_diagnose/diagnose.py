@@ -218,6 +218,15 @@ def _diagnosis(
         reference = Reference(exact, traced.arrays, gradients)
         reference.shaken(program.reference)
     errors = reference.errors(values)
+    judged = zip(errors, gradients, strict=True)
+    if any(tolerance < e < math.inf and g is not None for e, g in judged):
+        with stage("running it without rounding, to tell which gradients are noise"):
+            reference.shaken_gradients(
+                lambda arrays: _shadow.gradients(
+                    closed, consts, _fresh(arrays), HANDLERS, numbers=numbers
+                )
+            )
+        errors = reference.errors(values)
     del values
     findings, magnitudes = findings_of(shadow, names)
     harmed: dict[int, float] = {}

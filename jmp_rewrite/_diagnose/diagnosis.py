@@ -51,8 +51,8 @@ class Diagnosis:
         of the reference. A result that is an argument with a small change, as new
         parameters are, is judged by the change. Inf where something is Inf or NaN that
         should not be, or where the program does not come to an end.
-      noise: paths of results that are rounding noise in float32 already; their error is
-        0.
+      noise: paths of results that are rounding noise in float32 already, or state that
+        such a gradient changes; their error is 0.
       tolerance: the error that is fine.
       spoilt: the first equation of the reference itself that makes an Inf or NaN which
         reaches a result, or for which it skips the step; None if there is none, or

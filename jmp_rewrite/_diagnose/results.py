@@ -3,7 +3,8 @@
 A result that is an argument with a small change, as parameters after a step are, is
 judged by its change: a gradient that is lost altogether moves a parameter by a part in
 a thousand. A result that is nothing but rounding noise in float32 already, as the
-gradient of a bias in front of a normalization is, is not judged at all.
+gradient of a bias in front of a normalization is, is not judged at all, nor is the
+state that such a gradient changes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Reference:
         Args:
           run: the program that made the reference's results.
         """
-        arguments = [_shake(x, i) for i, x in enumerate(self._arguments)]
+        arguments = self._shaken_arguments()
         for i, value in enumerate(map(_array, run(arguments))):
             start = self._start[i]
             if start is not None:
@@ -74,6 +75,24 @@ class Reference:
                 shift = self._arguments[start] - arguments[start]
                 value = value + shift.astype(value.dtype)
             self.is_noise[i] = self._error(i, value) > _NOISE
+
+    def shaken_gradients(self, run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        """Finds the results whose gradients are noise, which state may hide.
+
+        A moment holds the noise of the steps before: as large as that of another run
+        in float32, while half precision's own is far larger.
+
+        Args:
+          run: returns for each result its gradient, as the reference was given them.
+        """
+        shaken = run(self._shaken_arguments())
+        for i, (own, other) in enumerate(zip(self._gradients, shaken, strict=True)):
+            if own is not None and other is not None and own.shape == other.shape:
+                distance, size, _ = _distance(other, own, None, None)
+                self.is_noise[i] |= bool(distance > _NOISE * size)
+
+    def _shaken_arguments(self) -> list[Any]:
+        return [_shake(x, i) for i, x in enumerate(self._arguments)]
 
     def errors(self, values: Sequence[Any]) -> list[float]:
         """Returns the error of each result: 0..inf, 0 for noise.

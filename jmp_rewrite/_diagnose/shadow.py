@@ -60,6 +60,7 @@ class Shadow:
         few: int,
         numbers: Numbers | None,
         rounds_nothing: bool = False,
+        looks_inside: bool = False,
     ) -> None:
         self.few = few
         self.endless: list[tuple[Any, int, int]] = []
@@ -69,6 +70,7 @@ class Shadow:
         self._handlers = handlers
         self._numbers = numbers or Numbers()
         self._rounds_nothing = rounds_nothing
+        self._looks_inside = looks_inside
         self._caller: Caller | None = None
         self._calls: tuple[int, ...] = ()
         self._place = TOP
@@ -192,8 +194,8 @@ class Shadow:
         if not is_half(atom.aval):
             return Pair.same(atom.val)
         exact = self._numbers.unrounded(self._current, atom.val)
-        if exact is None:
-            return self.given(atom.val)
+        if exact is None or self._rounds_nothing:
+            return self.given(atom.val if exact is None else exact)
         half = np.asarray(atom.val)
         row = self.add(
             "cast",
@@ -207,14 +209,18 @@ class Shadow:
         return Pair(atom.val, exact, error, row)
 
     def _note_gradients(self, operands: list[Pair], outs: list[Pair]) -> None:
-        """Notes of which gradient each result is made, element by element."""
+        """Notes of which gradient each result is made, element by element.
+
+        Nobody knows which of several it is if there are several results as well.
+        """
         if not outs or self._is_backward(outs[0]):
             return
-        for pair in operands:
-            own = pair.shadow if self._is_backward(pair) else pair.gradient
-            for out in outs if own is not None else ():
-                if out.gradient is None and own.shape == out.shadow.shape != ():
-                    out.gradient = own
+        read = [p.shadow if self._is_backward(p) else p.gradient for p in operands]
+        read = [gradient for gradient in read if gradient is not None]
+        for out in outs if read else ():
+            own = [g for g in read if g.shape == out.shadow.shape != ()]
+            if out.gradient is None and own and 1 in (len(outs), len(own)):
+                out.gradient = own[0]
 
     def _is_backward(self, pair: Pair) -> bool:
         return pair.row >= 0 and self.rows[pair.row].place.backward
@@ -227,14 +233,17 @@ class Shadow:
     def _run(self, step: Step, operands: list[Pair], body: Body) -> list[Pair]:
         eqn = step.eqn
         if held := held_jaxprs(eqn):
-            if all(p.is_same for p in operands) and not any(map(self._is_half, held)):
+            is_same = not self._looks_inside and all(p.is_same for p in operands)
+            if is_same and not any(map(self._is_half, held)):
                 if not (self._rounds_nothing and eqn.primitive.name in IN_PLACE):
                     return self._shared(eqn, operands)
             if any(_compat.is_reference(v.aval) for v in eqn.invars):
                 return self._beside(step, operands)
             return self._handlers[eqn.primitive.name](self, eqn, operands)
         if self._rounds_nothing:
-            return list(map(Pair.same, in_float32(eqn, [p.value for p in operands])))
+            row = self.add("equation", [])
+            made = in_float32(eqn, [p.value for p in operands])
+            return [Pair.same(x, row) for x in made]
         if rounds(eqn):
             return [self._cast(step, operands[0], body)]
         if (kept := passed_on(eqn)) is not None and step.rounding is None:
@@ -422,3 +431,21 @@ def unrounded(
     found = shadow.evaluate(closed, list(map(shadow.given, args)))
     values = _compat.as_arrays(closed, [pair.value for pair in found])
     return list(map(to_float32, values))
+
+
+def gradients(
+    closed: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    handlers: Mapping[str, Any],
+    few: int = FEW,
+    numbers: Numbers | None = None,
+) -> list[Any]:
+    """Runs a program as `run` does, without any rounding.
+
+    Returns:
+      For each result the gradient that it is made of element by element, or None.
+    """
+    shadow = Shadow(handlers, few, numbers, rounds_nothing=True, looks_inside=True)
+    found = shadow.evaluate(closed, list(map(shadow.given, [*consts, *args])))
+    return [pair.gradient for pair in found]

@@ -12,6 +12,7 @@ from jmp_rewrite._explain import residuals
 from jmp_rewrite._explain.reasons import INTERNAL, NONE
 from jmp_rewrite._explain.rows import Equation
 from jmp_rewrite._policy import Policy
+from jmp_rewrite._rules import PRODUCTS
 from jmp_rewrite._units import bytes_text, count_text, flops_text
 
 # Half products run on tensor cores at full speed if their dimensions are multiples of 8
@@ -149,7 +150,7 @@ def _where(rows: Sequence[Equation]) -> str:
 
 
 def _no_products(facts: Facts) -> Iterator[str]:
-    if not any(row.flops for row in facts.rows):
+    if not any(row.primitive in PRODUCTS or _is_half(row) for row in facts.rows):
         yield "There is no matrix multiplication or convolution, so nothing is half."
 
 

@@ -125,7 +125,7 @@ class _Origins:
         body = _compat.open_jaxpr(jaxpr)
         self.own = {*body.invars, *body.constvars}
         self._views: dict[Any, Any] = {}
-        self._copies: dict[Any, Any] = {}
+        self._copies: dict[Any, list[Any]] = {}
         self._remade: dict[Any, list[Any]] = {}
         self._numbers: set[Any] = set()
 
@@ -148,8 +148,8 @@ class _Origins:
         elif len(sources) == 1 and name in VIEWS:
             self._views[eqn.outvars[0]] = sources[0]
         elif len(sources) == 1 and name in _COPIES:
-            self._copies[eqn.outvars[0]] = sources[0]
-        elif name in CALLS or name == "scan":
+            self._copies[eqn.outvars[0]] = sources
+        elif name in CALLS or name in ("cond", "scan"):
             self._follow_inside(eqn)
         if _is_cheap(eqn) and self._large(eqn, sources) == 1:
             self._remade[eqn.outvars[0]] = sources
@@ -171,37 +171,56 @@ class _Origins:
         return [v for source in self._remade[value] for v in self.remade(source)]
 
     def _follow_inside(self, eqn: Any) -> None:
-        """Notes what a body hands out of what it was given."""
-        (jaxpr,) = held_jaxprs(eqn)
-        body = _compat.open_jaxpr(jaxpr)
-        inside = _Origins(jaxpr)
-        for inner in body.eqns:
-            inside.follow(inner)
-        outside = dict(zip(body.invars, eqn.invars, strict=True))
-        if eqn.primitive.name == "scan":
-            num_consts, num_carry = _compat.scan_split(eqn.params)
-            for var in body.invars[num_consts : num_consts + num_carry]:
-                del outside[var]
-        for var, made in zip(eqn.outvars, body.outvars, strict=True):
-            given = None if hasattr(made, "val") else outside.get(inside.source(made))
-            if given is not None and not hasattr(given, "val"):
-                self._copies[var] = self._views.get(given, given)
+        """Notes what a body hands out of what it was given.
 
-    def source(self, value: Any) -> Any:
-        """Returns the source of a value, through all copies."""
+        What some branches make of nothing is a copy if it is one in all others: these
+        are the zeros of a branch that keeps less than another.
+        """
+        handed = [_handed_on(eqn, jaxpr) for jaxpr in held_jaxprs(eqn)]
+        for var, *branches in zip(eqn.outvars, *handed, strict=True):
+            given = [value for branch in branches for value in branch]
+            if given and None not in given:
+                self._copies[var] = [self._views.get(v, v) for v in given]
+
+    def handed_out(self, value: Any) -> set[Any]:
+        """Returns the sources of what a jaxpr returns; none of a number."""
+        is_number = hasattr(value, "val") or value in self._numbers
+        return set() if is_number else self.sources(value)
+
+    def sources(self, value: Any) -> set[Any]:
+        """Returns what a value may be a copy of, through all copies."""
         value = self._views.get(value, value)
-        while value in self._copies:
-            value = self._copies[value]
-        return value
+        if value not in self._copies:
+            return {value}
+        return set().union(*map(self.sources, self._copies[value]))
 
     def measure(self, values: Iterable[Any]) -> Residuals:
         """Measures values, each once."""
         kept = {self._views.get(v, v) for v in values} - self.own - self._numbers
-        copies = {v for v in kept if self.source(v) in self.own}
+        copies = {v for v in kept if self.sources(v) <= self.own}
         return Residuals(
             sum(nbytes(v.aval) for v in kept - copies),
             sum(nbytes(v.aval) for v in copies),
         )
+
+
+def _handed_on(eqn: Any, jaxpr: Any) -> list[list[Any]]:
+    """Returns for each result of a body which operands it may be; None if it is made.
+
+    None of what is made of numbers alone.
+    """
+    body = _compat.open_jaxpr(jaxpr)
+    inside = _Origins(jaxpr)
+    for inner in body.eqns:
+        inside.follow(inner)
+    operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
+    outside = dict(zip(body.invars, operands, strict=True))
+    if eqn.primitive.name == "scan":
+        num_consts, num_carry = _compat.scan_split(eqn.params)
+        for var in body.invars[num_consts : num_consts + num_carry]:
+            del outside[var]
+    known = {v: x for v, x in outside.items() if not hasattr(x, "val")}
+    return [[known.get(v) for v in inside.handed_out(x)] for x in body.outvars]
 
 
 def _is_cheap(eqn: Any) -> bool:

@@ -31,8 +31,8 @@ from jmp_rewrite._arguments import (
     user_result,
     wraps,
 )
-from jmp_rewrite._emit import Storage, Stored, store
-from jmp_rewrite._graph import FLOAT32, REWRITTEN, is_float32, is_half
+from jmp_rewrite._emit import Storage, Stored, is_move, store
+from jmp_rewrite._graph import FLOAT32, REWRITTEN, Value, is_float32, is_half
 from jmp_rewrite._inference import report as _report
 from jmp_rewrite._inference.places import (
     STATE,
@@ -43,7 +43,7 @@ from jmp_rewrite._inference.places import (
     result_leaves,
 )
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
-from jmp_rewrite._precision import Plan, lookups
+from jmp_rewrite._precision import Label, Plan, lookups
 from jmp_rewrite._source import check_kind, name_of, user_level, where
 
 P = ParamSpec("P")
@@ -254,13 +254,13 @@ class Inference(Generic[P, R]):
                 captured = 0
             else:
                 program = self._program(policy, pure, tree, hidden)
-                rows, captured = _rows(program), _captured_bytes(program)
+                rows, captured = _rows(program), _captured_bytes(program.plan)
         name = name_of(self._fun).rpartition("<locals>.")[2]
         return _report.InferenceReport(name, repr(policy), tuple(rows), captured)
 
     def _warn_of_captured(self, program: _Program) -> None:
         """Warns where what takes most of the memory is no argument."""
-        captured = _captured_bytes(program)
+        captured = _captured_bytes(program.plan)
         given = sum(x.bytes_before for x in _rows(program))
         if isinstance(given, int) and captured > given:
             told = _report.captured_text(captured)
@@ -521,12 +521,39 @@ def _apart(old: Iterable[Any], new: Iterable[Any]) -> str:
     return " and ".join(apart)
 
 
-def _captured_bytes(program: _Program) -> int:
-    """Returns the bytes of the float32 arrays that a function captures."""
-    jaxprs = [program.call.traced.closed, *(u.jaxpr for u in program.plan.graph.uses())]
-    captured = {id(c): c for j in jaxprs for c in _compat.constants(j)}.values()
-    arrays = (c for c in captured if getattr(c, "dtype", None) == FLOAT32)
-    return sum(c.nbytes for c in arrays if c.ndim)
+def _captured_bytes(plan: Plan) -> int:
+    """Returns the bytes of captured arrays that would be stored if they were given.
+
+    These are the float32 ones that nothing reads before they are rounded.
+    """
+    nodes = plan.graph.nodes
+    trips = {x.token: x.eqn.params.get("length", 1) for x in plan.graph.loops}
+    sizes: dict[int, int] = {}
+    unrounded = [_source(v) for v in plan.graph.results]
+    moves: dict[int, list[int]] = {}
+    for node in nodes:
+        sources = [_source(v) for v in node.inputs]
+        for source, value in zip(sources, node.inputs, strict=True):
+            is_array = value.aval.shape or value.slice_of >= 0
+            if value.argument < -1 and is_array:
+                size = value.size * trips.get(value.slice_of, 1)
+                sizes[source] = max(size, sizes.get(source, 0))
+        label = plan.labels[node.index]
+        if is_move(node, plan.half):
+            if label is Label.FLOAT32:
+                moves[node.index] = sources
+        elif label in (Label.FLOAT32, Label.ROUNDED):
+            unrounded += sources
+    while unrounded:
+        source = unrounded.pop()
+        sizes.pop(source, None)
+        unrounded += moves.pop(source, ())
+    return sum(sizes.values()) * FLOAT32.itemsize
+
+
+def _source(value: Value) -> int:
+    """Returns the node of a value, or the number of an array, below zero."""
+    return value.node if value.node >= 0 else value.argument
 
 
 def _run(program: _Program) -> list[Any]:

@@ -42,7 +42,8 @@ class InferenceReport:
       policy: the policy, as it is written.
       leaves: all leaves of weights and state, in the order of the arguments.
       captured_bytes: bytes of the float32 arrays that the function captures, as a
-        closure or a bound method does. They are no arguments, and stored nowhere.
+        closure or a bound method does, and that would be stored in half as weights.
+        They are no arguments, and stored nowhere.
     """
 
     name: str

@@ -605,6 +605,50 @@ def test_a_healthy_first_step_of_adam_is_called_healthy():
         assert 0 < diagnosis.error < error
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_noise_is_not_judged_by_the_state_that_it_is_added_to(policy):
+    """In the middle of training a moment holds the noise of another run."""
+    x, y = normal(64, 16, seed=1), normal(64, 4, seed=2)
+    tx = loss_scaling(optax.adam(1e-3), None)
+
+    @jax.jit  # its update is a function of several results
+    def change(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def step(params, state):
+        def loss(params):
+            query, key = x @ params["q"], x @ params["k"] + params["b"]
+            shares = jax.nn.softmax(query @ key.T)  # whatever b is
+            return jnp.mean((shares @ x @ params["v"] - y) ** 2)
+
+        return change(jax.grad(loss)(params), state, params)
+
+    params = {
+        "q": normal(16, 16, seed=3),
+        "k": normal(16, 16, seed=4),
+        "v": normal(16, 4, seed=5),
+        "b": jnp.zeros(16),
+    }
+    first = tx.init(params)
+    params, state = step(params, first)
+    moments = optax.tree_utils.tree_get(state, "nu")
+    moments["b"] = moments["b"] + 3e-12  # of a run in half precision
+    state = optax.tree_utils.tree_set(state, nu=moments)
+    diagnosis = diagnose(step, policy)(params, state)
+    assert diagnosis.error < diagnosis.tolerance
+    assert {n.rpartition("/")[2] for n in diagnosis.noise} == {"b"}
+
+
+def test_a_gradient_that_is_no_noise_is_judged():
+    start = jnp.ones(4)
+    gradients = [jnp.full(4, 1e-9), jnp.ones(4), None]
+    reference = results.Reference([start] * 3, [], gradients)
+    reference.shaken_gradients(lambda _: [jnp.full(4, 2e-9), jnp.ones(4), None])
+    assert reference.is_noise == [True, False, False]
+    assert reference.errors([2 * start] * 3) == [0.0, 1.0, 1.0]
+
+
 @pytest.mark.slow
 def test_healthy_layers_are_called_healthy():
     """Rounding closes gates and opens others, and signs of small gradients change."""

@@ -19,7 +19,7 @@ from jax.extend import core as jex
 from programs import BY_NAME, PROGRAMS, W, mlp, mlp_args, normal, train_step
 
 import jmp_rewrite as jmpr
-from jmp_rewrite import Policy, explain, mixed_precision
+from jmp_rewrite import Policy, explain, full_precision, mixed_precision
 from jmp_rewrite._explain.provenance import Emitted
 from jmp_rewrite._explain.walk import walk as walk_both
 from jmp_rewrite._rewrite import decide_quietly, trace_types
@@ -541,6 +541,57 @@ def test_without_products_no_operation_is_half():
     ]
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x, w: (x[:0] @ w) @ w,
+        lambda x, w: lax.scan(lambda h, _: (h @ w, None), x, None, length=0)[0],
+    ],
+)
+def test_products_of_no_operations_are_products(fun):
+    report = explain(fun, "mixed_bfloat16")(spec(4, 8), spec(8, 8))
+    assert report.flops == 0
+    assert "There is no matrix" not in " ".join(report.advice)
+
+
+def _sums(x, w):
+    """Sums with a number that are rounded behind it."""
+    h = x @ w
+    return [
+        jnp.log(h + 1000.0) @ w,
+        (h + 1000.0).T @ x,
+        (1000.0 - h + h[:1]) @ w,
+        (h + 500.0 + 500.0) @ w,
+    ]
+
+
+def _unrounded_sums(x, w):
+    """Sums with a number that nothing rounds, or from which it has been taken."""
+    h = x @ w
+    return [
+        h + 1000.0,
+        jnp.argmax(h + 1000.0, -1),
+        (h**2).mean() + 1000.0,
+        ((h + 1000.0) - 1000.0) @ w,
+        (1000.0 - (1000.0 - h).T).T @ w,
+        full_precision()(lambda h: jnp.tanh(h + 1000.0 - 1000.0))(h) @ w,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sums", "number", "is_told"),
+    [
+        *((_sums, n, True) for n in range(4)),
+        *((_unrounded_sums, n, False) for n in range(6)),
+    ],
+)
+def test_a_number_hides_digits_only_where_the_sum_is_rounded(sums, number, is_told):
+    report = explain(lambda x, w: sums(x, w)[number], "mixed_bfloat16")(
+        spec(8, 8), spec(8, 8)
+    )
+    assert ("1000 is added" in " ".join(report.advice)) == is_told
+
+
 def _loss(params, x):
     w1, w2 = params
     return (jnp.tanh(x @ w1) @ w2).sum()
@@ -560,6 +611,27 @@ def test_residuals_of_a_forward_function():
     report = explain(_loss, "mixed_bfloat16")(params, spec(32, 8))
     assert report.residual_bytes_before in (4 * 32 * 16, 2 * 4 * 32 * 16)
     assert report.residual_bytes == report.residual_bytes_before // 2
+
+
+def test_half_weights_inside_a_branch_are_copies_of_arguments():
+    """Branches share a place for what they keep; who keeps less puts zeros there."""
+
+    def kept(fun):
+        report = explain(fun, "mixed_bfloat16")(
+            spec(64, 64), spec(64, 64), spec(8, 64), spec(dtype=jnp.int32)
+        )
+        return report.residual_bytes, report.residual_bytes_before
+
+    def branches(w, v, x, i):
+        paths = lambda x: x @ w, lambda x: x @ v, lambda x: x
+        return lax.switch(i, paths, x)
+
+    def nested(w, v, x, i):
+        return lax.cond(i > 3, lambda x: branches(w, v, x, i), lambda x: x, x)
+
+    assert max(kept(branches) + kept(nested)) <= 8  # the index
+    made, before = kept(lambda *args: jnp.tanh(branches(*args)) @ args[0])
+    assert 0 < made <= before
 
 
 @pytest.mark.parametrize("is_decorated", [True, False])

@@ -13,7 +13,7 @@ from attending import flash, inputs, layer
 from attending import weights as layer_weights
 from flax import nnx
 from helpers import HALF, eqns, same_types, trace
-from jax import export
+from jax import export, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from programs import PROGRAMS
 
@@ -174,13 +174,34 @@ def test_what_the_function_captures_is_told(jitted):
     params, x = params_of(), inputs(width=32)
     fun = lambda x: apply(params, x)  # noqa: E731
     serve = for_inference(jax.jit(fun) if jitted else fun, BF16)
-    read = {name: w for name, w in params.items() if name != "unread"}
-    size = sum(w.nbytes for w in read.values())
-    assert serve.report(x).captured_bytes == size
+    given = for_inference(apply, BF16).report(params, x)
+    size = sum(leaf.bytes_before for leaf in given.stored)
+    assert serve.report(x).captured_bytes == size > 0
     with pytest.warns(UserWarning, match="that the function captures are not stored"):
         serve.store(x)
     assert "give them as an argument" in str(serve.report(x))
     assert for_inference(apply, BF16).report(params, x).captured_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda e, x: x @ e[0],
+        lambda e, x: (x @ e[0]).sum() + jnp.linalg.det(e).sum(),
+        lambda e, x: x @ e[0] + e[1],
+        lambda e, x: (x @ e[0], e),
+        lambda e, x: lax.cond(x[0, 0] > 0, lambda h: h @ e[0], lambda h: h, x),
+        lambda e, x: jax.jit(lambda x: x @ e[0] @ e[0].T)(x @ e[1]),
+        jax.jit(lambda e, x: lax.scan(lambda h, w: (h @ w, None), x, e)[0]),
+        jax.jit(lambda e, x: lax.scan(lambda h, w: (h + w, None), x @ x.T, e)[0]),
+    ],
+)
+def test_what_is_captured_counts_as_if_it_were_given(fun):
+    """Nobody is told to give as weights what would not be stored either."""
+    e, x = jnp.ones((3, 4, 4)), jnp.ones((4, 4))
+    given = for_inference(fun, BF16).report(e, x)
+    held = for_inference(lambda x: fun(e, x), BF16).report(x)
+    assert held.captured_bytes == sum(leaf.bytes_before for leaf in given.stored)
 
 
 def test_several_weights_and_arguments_by_name():
