@@ -36,14 +36,15 @@ def hazards(plan: Plan, line_of: Callable[[Any], str]) -> list[str]:
 
 def _waits(plan: Plan, epsilon: float) -> Iterator[tuple[Node, str]]:
     """Yields what loops wait for, below the resolution."""
-    for node, tolerance, _ in unreachable(plan):
+    for node, tolerance, is_bounded in unreachable(plan):
         number = "a number that it is given"
         below = number if tolerance is None else f"{tolerance:g}"
+        bound = "" if is_bounded else "bound the number of iterations, or "
         yield (
             node,
             f"A while_loop{{where}} waits for a value below {below}, which differences "
-            f"of {{half}} values may never reach (its epsilon is {epsilon:.2g}): bound "
-            "the number of iterations, or run the loop in full_precision().",
+            f"of {{half}} values may never reach (its epsilon is {epsilon:.2g}): "
+            f"{bound}run the loop in full_precision().",
         )
 
 

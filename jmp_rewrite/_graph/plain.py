@@ -1,7 +1,8 @@
 """Equations that do several things, as the equations that do one each.
 
 `x.ravel(order="F")` is one `reshape` with `dimensions`, which permutes first; since JAX
-0.12 `jnp.polyval` is one `polynomial`. What follows numbers, dimensions or differences
+0.12 `jnp.polyval` is one `polynomial`; and a product with the number 1 is a copy (a
+layer's scale that nobody has set). What follows numbers, dimensions or differences
 through a program would have to know of them in each place.
 """
 
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jmp_rewrite import _compat
@@ -39,8 +42,19 @@ def _equations(eqn: Any, known: dict[int, tuple[Any, Any]]) -> list[Any]:
         return _written_as(eqn, lambda x: _permuted(eqn, x))
     if name == "polynomial":
         return _written_as(eqn, _horner)
+    if name == "mul" and (operand := _times_one(eqn)) is not None:
+        return _written_as(eqn.replace(invars=[operand]), jnp.copy)
     held = held_jaxprs(eqn)
     return [with_held(eqn, [_plain(j, known) for j in held]) if held else eqn]
+
+
+def _times_one(eqn: Any) -> Any:
+    """Returns what is multiplied by the number 1, of which the result is a copy."""
+    for operand, other in (eqn.invars, eqn.invars[::-1]):
+        is_one = hasattr(other, "val") and np.ndim(other.val) == 0 and other.val == 1
+        if is_one and operand.aval == eqn.outvars[0].aval:
+            return None if hasattr(operand, "val") else operand
+    return None
 
 
 def _permuted(eqn: Any, x: Any) -> Any:

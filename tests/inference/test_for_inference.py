@@ -1308,3 +1308,12 @@ def test_a_state_by_name_behind_a_default():
     serve = for_inference(decode, BF16, state={2: 1})
     assert len(serve.store(params, cache=cache)) == 3
     assert serve(params, cache=cache)[1].shape == cache.shape
+
+
+def test_a_weight_times_one_is_stored():
+    """A layer's scale that nobody has set, as that of maximal update parametrization."""
+    w, x = layer_weights()["q"], inputs()
+    serve = for_inference(lambda w, x: x @ (w * 1.0), BF16)
+    stored, _ = serve.store(w, x)
+    assert stored.dtype == jnp.bfloat16
+    same_bits(serve(stored, x), serve(w, x))

@@ -732,10 +732,14 @@ def test_a_loop_that_may_never_end_is_logged_where_it_is_traced(bounded, caplog)
         new = jnp.tanh(state[0] @ w)
         return new, jnp.max(jnp.abs(new - state[0])), state[2] + 1
 
-    begin = (x, jnp.float32(1), 0)
-    rewritten(lambda x: lax.while_loop(wait, step, (x, *begin[1:]))[0], x)
+    def fun(x):
+        return lax.while_loop(wait, step, (x, jnp.float32(1), 0))[0]
+
+    rewritten(fun, x)
     assert ("waits for a value below 1e-05" in caplog.text) != bounded
     assert bounded or "test_principle.py" in caplog.text
+    advice = " ".join(explain(fun, "bfloat16")(x).advice)
+    assert ("bound the number of iterations" in advice) != bounded
 
 
 def test_the_cotangent_of_a_sum_is_made_of_nothing():
