@@ -1311,7 +1311,7 @@ def test_a_state_by_name_behind_a_default():
 
 
 def test_a_weight_times_one_is_stored():
-    """A layer's scale that nobody has set, as that of maximal update parametrization."""
+    """A scale that nobody has set, as that of maximal update parametrization."""
     w, x = layer_weights()["q"], inputs()
     serve = for_inference(lambda w, x: x @ (w * 1.0), BF16)
     stored, _ = serve.store(w, x)
