@@ -147,7 +147,7 @@ def differences(
         elif _adds_number(node, positive):
             if in_loss or node.index in relative:
                 follow_back(node, promoted, graph, found, ends)
-        elif node.name == "sort" or _comparison(node.eqn, node.inputs) in deciding:
+        elif _comparison(node.eqn, node.inputs) in deciding:
             if _cancels(node, promoted, node.name in _SELECTS):
                 follow_back(node, promoted, graph, found, ends)
         elif _is_difference(node, graph):
@@ -303,8 +303,10 @@ def _deciding(graph: Graph, layers: set[int]) -> set[_Comparison]:
             if not isinstance(made, Made) or made in seen:
                 continue
             seen.add(made)
-            if made.name in COMPARES | ORDERS | _SELECTS:
-                found.add(_comparison(made.eqn, made.operands))
+            compared = _comparison(made.eqn, made.operands)
+            is_nan = made.name in COMPARES and len(set(compared[1])) == 1
+            if made.name in COMPARES | ORDERS | _SELECTS and not is_nan:
+                found.add(compared)
             stack += [v.name for v in made.operands if v is not None]
     return found
 

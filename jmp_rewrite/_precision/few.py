@@ -46,8 +46,8 @@ def few_of_a_loss(graph: Graph, pins: Pins, products: set[int]) -> set[int]:
     for node in reversed(nodes):
         found = [operands.get(n, after[n]) for n in readers[node.index]]
         after[node.index] = max(found, default=0)
-    made = {n for n in ours if before[n] or is_backward(nodes[n])}
-    return {n for n in made if FEW * nodes[n].size <= max(before[n], after[n])}
+    numbers = {n for n in ours if nodes[n].avals}
+    return {n for n in numbers if FEW * nodes[n].size <= max(before[n], after[n])}
 
 
 def _is_weight(value: Value, graph: Graph, pins: Pins) -> bool:
