@@ -8,9 +8,10 @@ right for one scale only. What the backward pass reads, as parameters, is of deg
 what only the update reads, as moments, is of the degree of what is added to it. Zeros
 are of every degree, also those that a backward rule returns.
 
-It is dimensional analysis. A backward pass is linear in what is scaled, and is taken
-for it, but where a rule of its own (`jax.custom_vjp`) compares a cotangent. Where it
-does not know, it says so, and nobody is warned.
+It is dimensional analysis, in one scale; that of another state is of degree 0 in it. A
+backward pass is linear in what is scaled, and is taken for it, but where a rule of its
+own (`jax.custom_vjp`) compares a cotangent, or where it reads what a gradient moved.
+Where it does not know, it says so, and nobody is warned.
 """
 
 from __future__ import annotations
@@ -22,10 +23,18 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jmp_rewrite import _compat
-from jmp_rewrite._misuse.lineage import BOUNDS, in_order, is_backward, is_inexact
+from jmp_rewrite._misuse.lineage import (
+    BOUNDS,
+    OWN,
+    RELATED,
+    Scales,
+    in_order,
+    is_backward,
+    is_inexact,
+)
 from jmp_rewrite._rules import CALLS, ORDERS
 
-# A number, or one of the five words below.
+# A number, or one of the words below.
 Degree: TypeAlias = Fraction | str
 ANY = "any"  # of zero and infinity, which no factor changes
 GUARD = "guard"  # of a number too small to be a threshold
@@ -33,6 +42,7 @@ UNKNOWN = "unknown"
 STATE = "state"  # of what only the update reads: that of what is added to it
 MIXED = "mixed"  # values of two degrees compared or added
 IN_RULE = "mixed in a rule"  # the same in a backward pass
+MOVED = "mixed before"  # the same before a backward pass, which reads it
 
 # Numbers up to this guard a division by zero; nobody clips gradients there. The largest
 # default of optax is the 1e-3 of `adaptive_grad_clip`, against a parameter's norm.
@@ -58,7 +68,7 @@ _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 def degrees(
     tracers: Sequence[Any],
     scale: Any,
-    scaled: Mapping[int, bool],
+    scaled: Mapping[int, Scales],
     parameters: Iterable[Any],
     is_linear: bool = True,
 ) -> list[Degree]:
@@ -67,7 +77,7 @@ def degrees(
     Args:
       tracers: tracers of `jit`.
       scale: that of the loss scale.
-      scaled: equation, by its `id` -> whether it makes a cotangent that is scaled.
+      scaled: equation, by its `id` -> the scales of the cotangents that it makes.
       parameters: tracers of arguments that the backward pass reads.
       is_linear: whether the backward pass is linear in what is scaled; if nobody knows,
         it is looked at.
@@ -88,26 +98,31 @@ def degrees(
         return found[_compat.result_index(eqn, tracer)]
 
     def stops(eqn: Any) -> bool:
-        return is_linear and is_backward(eqn) and scaled[id(eqn)]
+        return is_linear and is_backward(eqn) and bool(scaled[id(eqn)])
 
     for eqn in in_order(tracers, stops):
-        gradient = Fraction(scaled[id(eqn)])
+        scales = scaled[id(eqn)]
+        gradient = UNKNOWN if RELATED in scales else Fraction(OWN in scales)
         if stops(eqn):
             known[id(eqn)] = [gradient] * len(eqn.outvars)
-            continue
-        found = _results(eqn, [of(x) for x in _compat.reads(eqn)], gradient)
-        if is_backward(eqn):
-            found = [_of_cotangent(d, gradient) for d in found]
-        known[id(eqn)] = found
+        else:
+            operands = [of(x) for x in _compat.reads(eqn)]
+            known[id(eqn)] = _results(eqn, operands, gradient)
     return [of(tracer) for tracer in tracers]
 
 
-def _of_cotangent(found: Degree, gradient: Fraction) -> Degree:
+def _of_cotangent(found: Degree, operands: list[Degree], gradient: Degree) -> Degree:
     """Returns the degree of what a backward pass makes, of what its operands say."""
+    if MIXED in operands:
+        return MOVED
     if found == MIXED and gradient:
         return IN_RULE
-    known = found in (ANY, IN_RULE) or (gradient and isinstance(found, Fraction))
-    return found if known else gradient
+    if found in (ANY, IN_RULE, MOVED) or isinstance(found, Fraction):
+        return found
+    factors = set(operands) - {Fraction(0), *_NEUTRAL}
+    if found == UNKNOWN and gradient and factors:  # linear in one of them
+        return factors.pop() if len(factors) == 1 else UNKNOWN
+    return gradient
 
 
 def _of_number(value: Any) -> Degree:
@@ -117,7 +132,16 @@ def _of_number(value: Any) -> Degree:
     return GUARD if np.all(size <= _SMALL) else Fraction(0)
 
 
-def _results(eqn: Any, operands: list[Degree], gradient: Fraction) -> list[Degree]:
+def _results(eqn: Any, operands: list[Degree], gradient: Degree) -> list[Degree]:
+    found = _computed_results(eqn, operands, gradient)
+    if is_backward(eqn):
+        return [_of_cotangent(d, operands, gradient) for d in found]
+    return found
+
+
+def _computed_results(
+    eqn: Any, operands: list[Degree], gradient: Degree
+) -> list[Degree]:
     name = eqn.primitive.name
     if name in CALLS:
         inner = eqn.params[CALLS[name][1]]
@@ -132,7 +156,7 @@ def _results(eqn: Any, operands: list[Degree], gradient: Fraction) -> list[Degre
 def _result(eqn: Any, operands: list[Degree]) -> Degree:
     name = eqn.primitive.name
     if found := _MIXED & set(operands):
-        return IN_RULE if IN_RULE in found else MIXED
+        return next(d for d in (MOVED, IN_RULE, MIXED) if d in found)
     if name in _KEEP:
         return _same(operands)
     if name == "select_n":
@@ -150,7 +174,7 @@ def _result(eqn: Any, operands: list[Degree]) -> Degree:
 
 
 _NEUTRAL = (ANY, GUARD, STATE)
-_MIXED = frozenset({MIXED, IN_RULE})
+_MIXED = frozenset({MIXED, IN_RULE, MOVED})
 
 
 def _computed(eqn: Any, operands: list[Degree]) -> Degree:
@@ -193,7 +217,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Fraction]] = {
 }
 
 
-def _of_jaxpr(held: Any, operands: list[Degree], gradient: Fraction) -> list[Degree]:
+def _of_jaxpr(held: Any, operands: list[Degree], gradient: Degree) -> list[Degree]:
     """Returns the degrees of the results of a jaxpr."""
     jaxpr = _compat.open_jaxpr(held)
     known: dict[Any, Degree] = dict(zip(jaxpr.invars, operands, strict=True))
@@ -205,13 +229,11 @@ def _of_jaxpr(held: Any, operands: list[Degree], gradient: Fraction) -> list[Deg
 
     for eqn in jaxpr.eqns:
         found = _results(eqn, [of(x) for x in eqn.invars], gradient)
-        if is_backward(eqn):
-            found = [_of_cotangent(d, gradient) for d in found]
         known.update(zip(eqn.outvars, found, strict=True))
     return [of(x) for x in jaxpr.outvars]
 
 
-def _of_scan(eqn: Any, operands: list[Degree], gradient: Fraction) -> list[Degree]:
+def _of_scan(eqn: Any, operands: list[Degree], gradient: Degree) -> list[Degree]:
     """Returns the degrees of a scan's results: its carries must keep theirs."""
     consts, carries = _compat.scan_split(eqn.params)
     body = eqn.params["jaxpr"]

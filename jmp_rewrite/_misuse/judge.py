@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_rewrite import _compat
-from jmp_rewrite._misuse.degree import IN_RULE, MIXED, degrees
+from jmp_rewrite._misuse.degree import IN_RULE, MIXED, MOVED, Degree, degrees
 from jmp_rewrite._misuse.inlined import Equation, Value, programs
 from jmp_rewrite._misuse.lineage import (
+    OTHER,
+    OWN,
     Lineage,
+    Scales,
     in_order,
     is_inexact,
     lineage,
@@ -59,6 +62,20 @@ CLIPPED_IN_RULE = (
     "clipping does, or adds a fixed one, while it is multiplied by the loss scale: "
     "multiply the number by jmp_rewrite.loss_scale_state(opt_state).loss_scale, or "
     "clip the gradients in the optimizer, inside loss_scaling"
+)
+MOVES = (
+    "a gradient that is still multiplied by the loss scale moves parameters inside of "
+    "this step, as an inner step of SAM or MAML does, or is compared with a fixed "
+    "number, as in a gradient penalty: pass it through "
+    "jmp_rewrite.unscale(grads, opt_state) first, or differentiate the loss itself "
+    "there, without scale_loss"
+)
+OTHER_STATE = (
+    "this loss is multiplied by the loss scale of another state than that of this "
+    "update, which divides by its own: pass the same opt_state to scale_loss and to "
+    "the update; where one loss feeds two optimizers, pass the gradients through "
+    "jmp_rewrite.unscale with the state of scale_loss, and grads_unscaled=True to the "
+    "other update"
 )
 PARTLY_SCALED = (
     "a term of this loss, or the loss of some of these parameters, is not multiplied "
@@ -209,30 +226,61 @@ def _warn_at(end: Equation, message: str) -> None:
 def _judge(
     made: Lineage, leaves: list[Any], scale: Any, fixed: Any, grads_unscaled: bool
 ) -> str | None:
-    if not made.backward or made.scale_is_read_before or _is_by_hand(made, fixed):
+    if not made.backward or _is_by_hand(made, fixed):
+        return None
+    if not made.scaled and made.scale_is_read_before:
         return None
     if not (made.scaled or made.scale_is_read or grads_unscaled):
         return NOT_SCALED
-    cotangents = scaling(leaves)
+    cotangents = scaling(leaves, scale, fixed is None)
+
+    def found(is_linear: bool) -> list[Degree]:
+        return degrees(leaves, scale, cotangents.by, made.parameters, is_linear)
+
+    whose = frozenset().union(*map(cotangents.of, leaves))
+    if grads_unscaled and OTHER in whose and OWN not in whose:
+        other = _scale_of(leaves)
+        if other is not None:
+            made = lineage(leaves, other)
+            return _judge(made, leaves, other, fixed, grads_unscaled)
+    if cotangents.moves and MOVED in found(is_linear=False):
+        return MOVES
+    if made.scale_is_read_before:
+        return None
     if cotangents.twice:
         return SCALED_TWICE
     if cotangents.partly:
         return PARTLY_SCALED
-    is_linear = not cotangents.compared
-    found = degrees(leaves, scale, cotangents.by, made.parameters, is_linear)
-    if IN_RULE in found:
-        return CLIPPED_IN_RULE
-    if MIXED in found:
-        return CLIPPED
+    if any({OWN, OTHER} <= scales for scales in cotangents.by.values()):
+        return OTHER_STATE
+    known = found(not cotangents.compared)
+    for degree, message in _MIXED:
+        if degree in known:
+            return message
     wanted = 0 if grads_unscaled else 1
-    lost = [g for g, d in zip(leaves, found, strict=True) if d == wanted - 1]
-    if lost and all(lineage([g], scale).scaled for g in lost):
-        return DIVIDED_TWICE
+    lost = [g for g, d in zip(leaves, known, strict=True) if d == wanted - 1]
     if lost:
-        return PARTLY_SCALED if made.scaled else NOT_SCALED
-    if wanted + 1 in found and grads_unscaled:
+        return _of_lost(*([cotangents.of(g) for g in x] for x in (lost, leaves)))
+    if wanted + 1 in known and grads_unscaled:
         return NOT_UNSCALED
     return None
+
+
+_MIXED = ((MOVED, MOVES), (IN_RULE, CLIPPED_IN_RULE), (MIXED, CLIPPED))
+
+
+def _of_lost(lost: list[Scales], known: list[Scales]) -> str:
+    """Says what went wrong with gradients that all but vanish.
+
+    Args:
+        lost: the scales that each of them was multiplied by.
+        known: those of all gradients.
+    """
+    if any(OTHER in scales for scales in lost):
+        return OTHER_STATE
+    if all(lost):
+        return DIVIDED_TWICE
+    return PARTLY_SCALED if any(known) else NOT_SCALED
 
 
 def _is_by_hand(made: Lineage, fixed: Any) -> bool:

@@ -7,7 +7,7 @@ update can see, before anything runs, whether its gradients are those of a scale
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +17,20 @@ from jmp_rewrite._rules import CALLS, ORDERS, held_jaxprs
 from jmp_rewrite._source import is_scaling
 
 BOUNDS = frozenset({"clamp", "max", "min"})
+
+# Whose loss scale a cotangent is multiplied by: the one that the update divides by, or
+# one that cannot be told from it; another state's; one that it is computed from, or
+# that is computed from it, as that of the step before is.
+OWN = "own"
+OTHER = "other"
+RELATED = "related"
+Scales: TypeAlias = frozenset[str]
+
+# The result is the first operand, in another type or shape.
+_MOVES = frozenset(
+    "broadcast_in_dim convert_element_type copy copy_p expand_dims pvary reshape "
+    "sharding_constraint squeeze stop_gradient".split()
+)
 
 
 class Lineage(NamedTuple):
@@ -100,38 +114,129 @@ def in_order(
 
 
 class Scaling(NamedTuple):
-    """How often the cotangents of a backward pass are multiplied by the loss scale.
+    """How often the cotangents of a backward pass are multiplied by loss scales.
 
     Attributes:
-      by: equation, by its `id` -> whether what it makes is.
+      by: equation, by its `id` -> which scales what a backward pass makes in it is
+        multiplied by; none where no backward pass does.
+      behind: the same of the last backward pass before each equation.
       partly: whether one that is, is added to one that is not: a term of the loss.
       twice: whether one is multiplied again.
       compared: whether one may be compared: by a rule of the program's own, since all
         else is linear in it.
+      moves: whether a backward pass reads what was computed from the result of another
+        one, as parameters that a gradient has moved.
     """
 
-    by: dict[int, bool]
+    by: dict[int, Scales]
+    behind: dict[int, Scales]
     partly: bool
     twice: bool
     compared: bool
+    moves: bool
+
+    def of(self, gradient: Any) -> Scales:
+        """Returns the scales of the backward pass that made a gradient."""
+        eqn = _compat.maker(gradient)
+        return self.behind[id(eqn)] if eqn is not None else frozenset()
 
 
-def scaling(gradients: Sequence[Any]) -> Scaling:
-    """Follows the cotangents of gradients back to where they are scaled."""
-    by: dict[int, bool] = {}
-    partly = twice = compared = False
+def scaling(gradients: Sequence[Any], scale: Any, is_dynamic: bool) -> Scaling:
+    """Follows the cotangents of gradients back to where they are scaled.
+
+    Args:
+      gradients: tracers of `jit`, or values of a finished program.
+      scale: that of the loss scale.
+      is_dynamic: whether it moves: two states with fixed ones may have the same.
+    """
+    by: dict[int, Scales] = {}
+    behind: dict[int, Scales] = {}
+    whose: dict[int, str] = {}
+    partly = twice = compared = moves = False
     for eqn in in_order(gradients):
-        makers = (m for m in map(_compat.maker, _compat.reads(eqn)) if m is not None)
+        makers = [m for m in map(_compat.maker, _compat.reads(eqn)) if m is not None]
         cotangents = [m for m in makers if is_backward(m) and not _is_zero(m)]
+        others = [behind[id(m)] for m in makers if not is_backward(m)]
         before = {by[id(m)] for m in cotangents}
         inner = list(_with_inner(eqn))
+        found = frozenset().union(*before)
         scales = any(e.primitive.name == "mul" and is_scaling(e) for e in inner)
-        scaled = scales or True in before
-        by[id(eqn)] = scaled and any(map(is_backward, inner))
-        partly |= eqn.primitive.name == "add_any" and len(before) == 2
-        twice |= scales and len(inner) == 1 and True in before
-        compared |= by[id(eqn)] and any(map(_compares, inner))
-    return Scaling(by, partly, twice, compared)
+        if scales:
+            for factor in _factors_of_scaling(eqn):
+                if id(factor) not in whose:
+                    whose[id(factor)] = _whose(factor, scale) if is_dynamic else OWN
+                found |= {whose[id(factor)]}
+        makes_cotangents = any(map(is_backward, inner))
+        by[id(eqn)] = found if makes_cotangents else frozenset()
+        behind[id(eqn)] = found if makes_cotangents else found.union(*others)
+        partly |= eqn.primitive.name == "add_any" and {not s for s in before} == {0, 1}
+        twice |= scales and len(inner) == 1 and any(before)
+        compared |= bool(by[id(eqn)]) and any(map(_compares, inner))
+        moves |= makes_cotangents and any(OWN in s for s in others)
+    return Scaling(by, behind, partly, twice, compared, moves)
+
+
+def _factors_of_scaling(eqn: Any) -> Iterator[Any]:
+    """Yields what an equation, or one inside, multiplies cotangents by: its operands.
+
+    None stands for a factor that is no operand, or is not known to be one.
+    """
+    if eqn.primitive.name == "mul" and is_scaling(eqn):
+        yield _compat.reads(eqn)[1]
+    for held in held_jaxprs(eqn):
+        jaxpr = _compat.open_jaxpr(held)
+        given = _given(eqn, jaxpr)
+        makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+        for inner in jaxpr.eqns:
+            for factor in _factors_of_scaling(inner):
+                yield given.get(_moved(factor, makers.get))
+
+
+def _given(eqn: Any, jaxpr: Any) -> dict[Any, Any]:
+    """Returns the operands that parameters of a jaxpr stand for in all iterations."""
+    name, operands = eqn.primitive.name, _compat.reads(eqn)
+    if name == "cond":
+        operands = operands[1:]
+    if name == "while" or len(operands) != len(jaxpr.invars):
+        return {}
+    count = _compat.scan_split(eqn.params)[0] if name == "scan" else len(operands)
+    return dict(zip(jaxpr.invars[:count], operands[:count], strict=True))
+
+
+def _moved(x: Any, maker: Callable[[Any], Any] = _compat.maker) -> Any:
+    """Returns a value before it was cast, broadcast or reshaped; None for a number."""
+    while x is not None and _compat.number(x) is None:
+        if (eqn := maker(x)) is None or eqn.primitive.name not in _MOVES:
+            return x
+        x = _compat.reads(eqn)[0]
+    return None
+
+
+def _whose(factor: Any, scale: Any) -> str:
+    factor, scale = _moved(factor), _moved(scale)
+    if factor is None or scale is None or factor is scale:
+        return OWN
+    factors, scales = _made_from(factor), _made_from(scale)
+    if id(scale) in factors or id(factor) in scales:
+        return RELATED
+    roots = [
+        {i for i, x in made.items() if _compat.maker(x) is None}
+        for made in (factors, scales)
+    ]
+    return OTHER if all(roots) and roots[0].isdisjoint(roots[1]) else OWN
+
+
+def _made_from(x: Any) -> dict[int, Any]:
+    """Returns a value and all floats that it was computed from, by their `id`."""
+    found: dict[int, Any] = {}
+    todo = [x]
+    while todo:
+        x = todo.pop()
+        if id(x) in found or not is_inexact(x) or _compat.number(x) is not None:
+            continue
+        found[id(x)] = x
+        todo += _compat.reads(eqn) if (eqn := _compat.maker(x)) is not None else ()
+    return found
 
 
 def _compares(eqn: Any) -> bool:
@@ -160,7 +265,7 @@ def _does(eqn: Any, places: Sequence[int]) -> bool:
     if not places or eqn.primitive.name not in CALLS:
         return bool(places)
     inner = _compat.open_jaxpr(eqn.params[CALLS[eqn.primitive.name][1]])
-    if len(inner.invars) != len(eqn.invars):
+    if len(inner.invars) != len(_compat.reads(eqn)):
         return True
     given = {inner.invars[i] for i in places}
     return any(

@@ -150,6 +150,143 @@ def with_cotangent(rule, jit=lambda f: f):
     return step_of(of(loss))
 
 
+def moved(params, grads, by=0.05):
+    return jax.tree.map(lambda p, g: p + by * g, params, grads)
+
+
+def ascended(grads_of, outer=scaled_grads):
+    """The gradients where a gradient has moved the parameters to, as SAM's."""
+
+    def grads(params, opt_state, x):
+        return outer(moved(params, grads_of(params, opt_state, x)), opt_state, x)
+
+    return grads
+
+
+def adapted(grads_of, steps=1):
+    """The gradients through inner steps, as MAML's."""
+
+    def loss(params, opt_state, x):
+        def body(p, _):
+            return moved(p, grads_of(p, opt_state, x), -0.05), None
+
+        if steps == 1:
+            params, _ = body(params, None)
+        else:
+            params, _ = jax.lax.scan(body, params, None, steps)
+        return scale_loss(mse(params, x), opt_state)
+
+    return of(loss)
+
+
+def unscaled_grads(params, opt_state, x):
+    return unscale(scaled_grads(params, opt_state, x), opt_state)
+
+
+def normalized(params, opt_state, x):
+    grads = scaled_grads(params, opt_state, x)
+    return jax.tree.map(lambda g: g / (norm(grads) + 1e-12), grads)
+
+
+def with_penalty(inner, penalty):
+    """A scaled loss with a penalty on a gradient by the inputs."""
+
+    def loss(params, opt_state, x):
+        slope = jax.grad(lambda x: inner(mse(params, x), opt_state))(x)
+        return scale_loss(mse(params, x) + penalty(norm(slope)), opt_state)
+
+    return step_of(of(loss))
+
+
+def with_unscaled_penalty(params, opt_state, x):
+    def loss(p):
+        slope = jax.grad(lambda x: scale_loss(mse(p, x), opt_state))(x)
+        steepness = norm(unscale(slope, opt_state))
+        return scale_loss(mse(p, x) + (steepness - 1) ** 2, opt_state)
+
+    return jax.grad(loss)(params)
+
+
+def embedded(params, x):
+    """A loss with a lookup, a softmax and a maximum."""
+    table = jnp.concatenate([params["w"], params["w"]])[jnp.arange(8)]
+    h = jax.nn.relu(jax.nn.softmax(table * x) @ params["v"]).max(0)
+    return jnp.mean(jax.nn.log_softmax(h) ** 2)
+
+
+def adapted_lookup(jit=lambda f: f):
+    def grads(params, opt_state, x):
+        def loss(p):
+            return scale_loss(embedded(p, x), opt_state)
+
+        @jit
+        def outer(p):
+            return loss(moved(p, unscale(jax.grad(loss)(p), opt_state), -0.05))
+
+        return jax.grad(outer)(params)
+
+    return grads
+
+
+def reptile(params, opt_state, x):
+    ahead = moved(params, unscaled_grads(params, opt_state, x), -0.05)
+    return jax.tree.map(jnp.subtract, params, ahead)
+
+
+class Two:
+    """The states of two optimizers; one for each of two networks."""
+
+    def __init__(self, tx):
+        self.init = lambda params: (tx.init(params), tx.init(params))
+
+
+def two(grads_of, tx=SGD, **kwargs):
+    """A step of a second network behind that of a first one."""
+
+    def step(params, states, x):
+        first = scaled_grads(params, states[0], x)
+        second = grads_of(params, states, x)
+        moved, state = update(params, first, states[0], tx)
+        new, other = update(params, second, states[1], tx, **kwargs)
+        return (moved, new), (state, other)
+
+    return Two(tx), step
+
+
+def in_turns(which):
+    """A step whose second loss reads what the first update has moved."""
+
+    def step(params, states, x):
+        grads = scaled_grads(params, states[0], x)
+        params, first = update(params, grads, states[0])
+        grads = scaled_grads(params, which(first, states[1]), x)
+        params, second = update(params, grads, states[1])
+        return params, (first, second)
+
+    return Two(SGD), step
+
+
+def of_one_scale(params, states, x):
+    """One loss feeds two updates."""
+    first, second = states
+    second = second._replace(loss_scale=first.loss_scale)
+    grads = scaled_grads(params, first, x)
+    moved, first = update(params, grads, first)
+    new, second = update(params, grads, second)
+    return (moved, new), (first, second)
+
+
+def with_adaptive_weight(params, opt_state, x):
+    """Two losses, the second as large as its gradient's norm says, as in a VQ-GAN."""
+    first = scaled_grads(params, opt_state, x)
+    second = jax.grad(lambda p: scale_loss(penalty(p), opt_state))(params)
+    weight = jnp.clip(norm(first) / (norm(second) + 1e-4), 0.0, 1e4)
+    weight = jax.lax.stop_gradient(weight)
+    return jax.grad(lambda p: scale_loss(mse(p, x) + weight * penalty(p), opt_state))(
+        params
+    )
+
+
 CLIP_INSIDE = optax.chain(optax.clip_by_global_norm(1.0), SGD)
 FIXED = loss_scaling(optax.sgd(0.1), 1024.0)
 
@@ -267,6 +404,76 @@ WRONG = {
             )
         ),
     ),
+    "a scaled gradient ascends": (
+        "moves parameters inside of this step", step_of(ascended(scaled_grads))
+    ),
+    "a scaled gradient ascends, jitted": (
+        "moves parameters inside of this step",
+        step_of(jax.jit(ascended(scaled_grads))),
+    ),
+    "a scaled gradient ascends, jitted gradients": (
+        "moves parameters inside of this step",
+        step_of(ascended(jax.jit(scaled_grads), jax.jit(scaled_grads))),
+    ),
+    "a scaled gradient ascends, accumulated": (
+        "moves parameters inside of this step",
+        step_of(accumulated(ascended(scaled_grads))),
+    ),
+    "a scaled gradient ascends, then unscaled": (
+        "moves parameters inside of this step",
+        step_of(ascended(scaled_grads), unscale, grads_unscaled=True),
+    ),
+    "an inner step of a scaled gradient": (
+        "moves parameters inside of this step", step_of(adapted(scaled_grads))
+    ),
+    "an inner step, jitted": (
+        "moves parameters inside of this step",
+        step_of(adapted(jax.jit(scaled_grads))),
+    ),
+    "inner steps of a scaled gradient": (
+        "moves parameters inside of this step", step_of(adapted(scaled_grads, 3))
+    ),
+    "an inner step behind an unscaled one": (
+        "moves parameters inside of this step",
+        step_of(ascended(unscaled_grads, ascended(scaled_grads))),
+    ),
+    "a penalty on a scaled gradient": (
+        "as in a gradient penalty", with_penalty(scale_loss, lambda n: (n - 1) ** 2)
+    ),
+    "the scale of another state": (
+        "another state", two(lambda p, s, x: scaled_grads(p, s[0], x))
+    ),
+    "the scale of another state, jitted": (
+        "another state",
+        two(lambda p, s, x: jax.jit(lambda p, s: scaled_grads(p, s[0], x))(p, s)),
+    ),
+    "the scale of another state, accumulated": (
+        "another state",
+        two(lambda p, s, x: accumulated(scaled_grads)(p, s[0], x)),
+    ),
+    "the scale of another state, checkpointed": (
+        "another state",
+        two(
+            lambda p, s, x: jax.grad(
+                jax.checkpoint(lambda p: scale_loss(mse(p, x), s[0]))
+            )(p)
+        ),
+    ),
+    "the scale of another state, not unscaled": (
+        "leave out grads_unscaled",
+        two(lambda p, s, x: scaled_grads(p, s[0], x), grads_unscaled=True),
+    ),
+    "two losses of a state each": (
+        "another state",
+        two(
+            lambda p, s, x: jax.grad(
+                lambda p: scale_loss(mse(p, x), s[0]) + scale_loss(penalty(p), s[1])
+            )(p)
+        ),
+    ),
+    "the new scale of another state": (
+        "another state", in_turns(lambda first, second: first)
+    ),
     "scaled twice": (
         "went through scale_loss twice",
         step_of(of(lambda p, s, x: scale_loss(scaled_in_a_loss(p, s, x), s))),
@@ -356,6 +563,75 @@ RIGHT = {
         tx=optax.chain(
             loss_scaling(), optax.adaptive_grad_clip(0.1), optax.adamw(0.1)
         ),
+    ),
+    "an unscaled gradient ascends": step_of(ascended(unscaled_grads)),
+    "an unscaled gradient ascends, jitted": step_of(
+        ascended(jax.jit(unscaled_grads), jax.jit(scaled_grads))
+    ),
+    "an unscaled gradient ascends, all jitted": step_of(
+        jax.jit(ascended(unscaled_grads))
+    ),
+    "an unscaled gradient ascends, accumulated": step_of(
+        accumulated(ascended(unscaled_grads))
+    ),
+    "a gradient unscaled by hand ascends": step_of(
+        ascended(
+            lambda p, s, x: jax.tree.map(
+                lambda g: g * (1 / loss_scale_state(s).loss_scale),
+                scaled_grads(p, s, x),
+            )
+        )
+    ),
+    "a gradient of the loss itself ascends": step_of(ascended(plain_grads)),
+    "a normalized gradient ascends": step_of(ascended(normalized)),
+    "signs of a scaled gradient ascend": step_of(
+        ascended(lambda p, s, x: jax.tree.map(jnp.sign, scaled_grads(p, s, x)))
+    ),
+    "two ascents": step_of(ascended(unscaled_grads, ascended(normalized))),
+    "an inner step of the loss itself": step_of(adapted(plain_grads)),
+    "an inner step of an unscaled gradient": step_of(adapted(unscaled_grads)),
+    "an inner step, all jitted": step_of(jax.jit(adapted(unscaled_grads))),
+    "an inner step of an unscaled gradient, jitted": step_of(
+        adapted(jax.jit(unscaled_grads))
+    ),
+    "inner steps of an unscaled gradient": step_of(adapted(unscaled_grads, 3)),
+    "inner steps of the loss itself": step_of(adapted(plain_grads, 3)),
+    "an inner step of a lookup": step_of(adapted_lookup()),
+    "an inner step of a lookup, checkpointed": step_of(
+        adapted_lookup(jax.checkpoint)
+    ),
+    "an inner step is the gradient": step_of(reptile, grads_unscaled=True),
+    "an inner step without derivative": step_of(
+        adapted(lambda p, s, x: jax.lax.stop_gradient(unscaled_grads(p, s, x)))
+    ),
+    "a penalty on a gradient of the loss itself": with_penalty(
+        lambda loss, state: loss, lambda n: (n - 1) ** 2
+    ),
+    "a penalty on a gradient of what is divided again": with_penalty(
+        lambda loss, state: (
+            scale_loss(loss, state) / loss_scale_state(state).loss_scale
+        ),
+        lambda n: (n - 1) ** 2,
+    ),
+    "a penalty on an unscaled gradient": step_of(with_unscaled_penalty),
+    "a weight that two gradients give": step_of(with_adaptive_weight),
+    "two states": two(lambda p, s, x: scaled_grads(p, s[1], x)),
+    "two states, jitted": two(
+        lambda p, s, x: jax.jit(lambda p, s: scaled_grads(p, s[1], x))(p, s)
+    ),
+    "two states, accumulated": two(
+        lambda p, s, x: accumulated(scaled_grads)(p, s[1], x)
+    ),
+    "two states, in turns": in_turns(lambda first, second: second),
+    "two states of one scale": (Two(SGD), of_one_scale),
+    "two states of one number": two(
+        lambda p, s, x: scaled_grads(p, s[0], x), tx=FIXED
+    ),
+    "one loss, unscaled for the other state": two(
+        lambda p, s, x: unscale(scaled_grads(p, s[0], x), s[0]), grads_unscaled=True
+    ),
+    "one loss, scaled anew for the other state": two(
+        lambda p, s, x: times_scale(unscale(scaled_grads(p, s[0], x), s[0]), s[1])
     ),
     "a rule returns zeros": with_rule(lambda h, v: jnp.zeros_like(v)),
     "a rule computes zeros": with_rule(
@@ -552,6 +828,27 @@ def test_a_gan_has_two_scales():
         return new, (first, second)
 
     assert not heard(step, PARAMS, (tx.init(PARAMS), tx.init(PARAMS)), BATCH)
+
+
+def test_gradients_that_another_state_unscales_are_heard():
+    tx, step = two(
+        lambda p, s, x: unscale(scaled_grads(p, s[0], x), s[1]), grads_unscaled=True
+    )
+    (warning,) = heard(step, PARAMS, tx.init(PARAMS), BATCH)
+    assert "another state" in str(warning.message)
+
+
+def test_unrolled_ascents_are_right():
+    """In each the gradient is scaled by the state that the step before has left."""
+    tx, step = RIGHT["an unscaled gradient ascends"]
+
+    def steps(params, opt_state, x):
+        for _ in range(3):
+            params, opt_state = step(params, opt_state, x)
+        return params, opt_state
+
+    assert not heard(steps, PARAMS, tx.init(PARAMS), BATCH)
+    assert not heard(through(jitted, steps), PARAMS, tx.init(PARAMS), BATCH)
 
 
 def test_unrolled_steps_are_judged_one_by_one():
