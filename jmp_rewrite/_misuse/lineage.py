@@ -152,11 +152,12 @@ def scaling(gradients: Sequence[Any], scale: Any, is_dynamic: bool) -> Scaling:
     by: dict[int, Scales] = {}
     behind: dict[int, Scales] = {}
     whose: dict[int, str] = {}
+    backward: dict[int, bool] = {}
     partly = twice = compared = moves = False
     for eqn in in_order(gradients):
         makers = [m for m in map(_compat.maker, _compat.reads(eqn)) if m is not None]
-        cotangents = [m for m in makers if is_backward(m) and not _is_zero(m)]
-        others = [behind[id(m)] for m in makers if not is_backward(m)]
+        cotangents = [m for m in makers if backward[id(m)] and not _is_zero(m)]
+        others = {behind[id(m)] for m in makers if not backward[id(m)]}
         before = {by[id(m)] for m in cotangents}
         inner = list(_with_inner(eqn))
         found = frozenset().union(*before)
@@ -166,7 +167,8 @@ def scaling(gradients: Sequence[Any], scale: Any, is_dynamic: bool) -> Scaling:
                 if id(factor) not in whose:
                     whose[id(factor)] = _whose(factor, scale) if is_dynamic else OWN
                 found |= {whose[id(factor)]}
-        makes_cotangents = any(map(is_backward, inner))
+        backward[id(eqn)] = is_backward(eqn)
+        makes_cotangents = backward[id(eqn)] or any(map(is_backward, inner[1:]))
         by[id(eqn)] = found if makes_cotangents else frozenset()
         behind[id(eqn)] = found if makes_cotangents else found.union(*others)
         partly |= eqn.primitive.name == "add_any" and {not s for s in before} == {0, 1}
