@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,8 +70,9 @@ _RANDOM = frozenset({"random_bits", "rng_bit_generator", "threefry2x32"})
 
 # Comparisons with 0 of which `max(x, 0)` knows as much as `x`, and where `x` stands.
 _ASKS_SIGN = {"gt": 0, "le": 0, "lt": 1, "ge": 1}
-# A norm has no more operations than this.
+# A norm has no more operations than this, and a layer no more equations.
 _FEW = 16
+_SOON = 256
 
 _LOOPS = frozenset({"scan", "while"})
 # A known number stays known through these, and is known behind a sign.
@@ -211,22 +212,22 @@ class Builder:
                 reads = {operand: env[var]}
                 self._equation(instance, index, eqn, reads, place, trips)
             if self._by_sign:
-                later = itertools.islice(body.eqns, index + 1, None)
-                self._note_rectified(eqn, env, rectified, later)
+                self._note_rectified(body.eqns, index, env, rectified)
         return instance, [_read(env, v) for v in body.outvars]
 
     def _note_rectified(
         self,
-        eqn: Any,
+        eqns: Sequence[Any],
+        index: int,
         env: dict[Any, Value],
         rectified: dict[Any, Any],
-        later: Iterable[Any],
     ) -> None:
         """Notes which results are `max(x, 0)` of a variable that the equation reads.
 
         An equation that holds a jaxpr makes one as well (`jax.nn.relu` is two calls):
         what it passes in is the same value inside.
         """
+        eqn = eqns[index]
         for var in eqn.outvars:
             value = env.get(var)
             if value is None or value.node < 0:
@@ -241,7 +242,8 @@ class Builder:
                 is_operand = any(source is v for v in node.inputs)
                 if not is_operand or source.aval.shape != value.aval.shape:
                     continue
-                if self._is_scaled_product(source) and _is_multiplied(var, later):
+                soon = eqns[index + 1 : index + _SOON]
+                if self._is_scaled_product(source) and _is_multiplied(var, soon):
                     continue  # the result is stored, and what the argument is made of
                 rectified.setdefault(atom, var)
 
@@ -482,10 +484,10 @@ def _is_one(before: Any, after: Any) -> bool:
     return [d for d in before if d != 1] == [d for d in after if d != 1]
 
 
-def _is_multiplied(var: Any, later: Iterable[Any]) -> bool:
-    """Whether a product reads a variable, as it is or moved, in later equations."""
+def _is_multiplied(var: Any, soon: Sequence[Any]) -> bool:
+    """Whether a product reads a variable, as it is or moved, in the next equations."""
     same = {var}
-    for eqn in later:
+    for eqn in soon:
         if not any(not hasattr(v, "val") and v in same for v in eqn.invars):
             continue
         if eqn.primitive.name in PRODUCTS:
