@@ -396,6 +396,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.breadth(one_in=4)
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("scale", ["a number", "a temperature"])
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -445,6 +446,7 @@ SELECTED = {
 }
 
 
+@pytest.mark.breadth(one_in=2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SELECTED)
 def test_what_is_selected_by_size_is_compared_unrounded(name, device):

@@ -693,6 +693,7 @@ def in_a_branch(params, grads, opt_state, tx=SGD, **kwargs):
 CALLED = pytest.mark.parametrize("called", [jitted, in_a_branch])
 
 
+@pytest.mark.breadth(one_in=2)
 @CALLED
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_step_is_heard_through_calls(name, called):
@@ -704,6 +705,7 @@ def test_a_wrong_step_is_heard_through_calls(name, called):
     assert warning.filename == __file__
 
 
+@pytest.mark.breadth(one_in=2)
 @CALLED
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_is_not_through_calls(name, called):
