@@ -207,11 +207,16 @@ def averaged(w, a, b, v):
 def ravelled(w, a, b, v):
     """Gradients of more parameters than a sum may have terms."""
 
-    columns = list(jnp.tile(w, (1, 5)).T)
+    def energy(layers, v):
+        for w, b in layers:
+            v = v + jnp.tanh(v @ w + b[None])
+        return jnp.mean(v**2)
 
     def gradient(v):
-        energy = lambda ws: free_energy(jnp.stack(ws).T, a, jnp.tile(b, 5), v)  # noqa: E731
-        return jax.flatten_util.ravel_pytree(jax.grad(energy)(columns))[0]
+        layers = [
+            (jnp.roll(w[:, :8], n, 0) * f32(0.25), a * f32(0.1)) for n in range(40)
+        ]
+        return jax.flatten_util.ravel_pytree(jax.grad(energy)(layers, v))[0]
 
     return gradient(v) - gradient(v + f32(0.02) * jnp.sin(9 * v))
 
@@ -250,6 +255,17 @@ def test_two_gradients_that_contrast_are_unrounded(fun, device):
     rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
     for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
         assert verdict.holds, verdict
+
+
+def test_gradients_that_were_ravelled_are_told_apart():
+    rng = np.random.RandomState(0)
+    args = normal(rng, 8, 16), normal(rng, 8), normal(rng, 16), normal(rng, 32, 8)
+    reasons = [
+        e.reason
+        for e in explain(ravelled, "mixed_bfloat16")(*args).equations
+        if e.primitive == "dot_general"
+    ]
+    assert "read unrounded by a difference" in " ".join(reasons)
 
 
 def taken_off(gradient):
