@@ -438,7 +438,6 @@ def gradients(
     consts: Sequence[Any],
     args: Sequence[Any],
     handlers: Mapping[str, Any],
-    few: int = FEW,
     numbers: Numbers | None = None,
 ) -> list[Any]:
     """Runs a program as `run` does, without any rounding.
@@ -446,6 +445,6 @@ def gradients(
     Returns:
       For each result the gradient that it is made of element by element, or None.
     """
-    shadow = Shadow(handlers, few, numbers, rounds_nothing=True, looks_inside=True)
+    shadow = Shadow(handlers, FEW, numbers, rounds_nothing=True, looks_inside=True)
     found = shadow.evaluate(closed, list(map(shadow.given, [*consts, *args])))
     return [pair.gradient for pair in found]

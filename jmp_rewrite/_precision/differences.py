@@ -23,11 +23,7 @@ from jmp_rewrite._graph import (
     is_backward,
     reached,
 )
-from jmp_rewrite._precision.origins import (
-    VIEWS,
-    is_indicator,
-    leads_to_product,
-)
+from jmp_rewrite._precision.origins import VIEWS, is_indicator, leads_to_product
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
     KEEPS_OFFSET,
@@ -373,6 +369,8 @@ def _read_relatively(graph: Graph, products: set[int], made: set[int]) -> set[in
             if read.name in ("add", "sub"):
                 if reader in found and not others:
                     found.add(index)
+                if reader in each and not others:
+                    each.add(index)
             elif read.name in _KEEPS_RELATIVE or _guards(read):
                 if reader in if_scaled:
                     if_scaled.add(index)

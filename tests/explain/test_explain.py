@@ -839,3 +839,16 @@ def test_a_loss_that_a_product_computes():
     report = explain(jax.grad(quadratic), "mixed_bfloat16")(spec(8, 8), spec(8, 8))
     assert report.half_flops > 0.9
     assert report.residual_bytes < report.residual_bytes_before
+
+
+def test_a_mask_of_a_first_layer_is_none_of_the_few_numbers_of_a_loss():
+    def step(ws, x):
+        def loss(ws):
+            return jnp.square(jax.nn.relu(jax.nn.relu(x @ ws[0]) @ ws[1])).mean()
+
+        return jax.tree.map(jnp.subtract, ws, jax.grad(loss)(ws))
+
+    ws = jnp.ones((2, 256)), jnp.ones((256, 256))
+    rows = explain(step, "mixed_bfloat16")(ws, jnp.ones((128, 2))).equations
+    masks = [row.reason for row in rows if row.primitive == "gt"]
+    assert len(masks) == 2 and not any("few numbers" in reason for reason in masks)

@@ -374,6 +374,7 @@ SCALED = {
     "a carry gate": lambda a, s: (1 - jax.nn.sigmoid(a + 5)) / s,
     "min-max": lambda a, s: in_units_of_its_range(5 + a / 10),
     "a deviation": lambda a, s: deviation(jax.nn.sigmoid(a + 3)) * s,
+    "a guarded one": lambda a, s: s / (deviation(jax.nn.sigmoid(a + 3)) ** 2 + 1e-4),
     "from the largest": lambda a, s: (a / 10 - jnp.max(a / 10, -1, keepdims=True)) * s,
 }
 

@@ -341,6 +341,33 @@ def test_a_solver_and_its_replay_take_the_same_steps(policy):
 
 
 @both
+def test_a_scan_over_train_steps_with_a_solver_is_none(policy):
+    """A deep equilibrium network applies the layer that it solves for once more."""
+
+    def layer(z, w, x):
+        return jnp.tanh(z @ w + x)
+
+    def goes_on(state):
+        return (jnp.abs(state[0] - state[1]).max() > 1e-3) & (state[2] < 20)
+
+    def loss(w, x):
+        start = jnp.zeros_like(x), jnp.ones_like(x), 0
+        solve = lambda s: (layer(s[0], w, x), s[0], s[2] + 1)  # noqa: E731
+        z = lax.stop_gradient(lax.while_loop(goes_on, solve, start)[0])
+        return jnp.square(jnp.tanh(layer(z, w, x) @ w) @ w).mean()
+
+    def step(w, x):
+        return w - jax.grad(loss)(w, x), None
+
+    def solver_rows(fun, x):
+        rows = explain(fun, policy)(normal(W, W) / 4, x).equations
+        return sum(row.reason.startswith("full: a solver") for row in rows)
+
+    epoch = lambda w, xs: lax.scan(step, w, xs)[0]  # noqa: E731
+    assert 0 < solver_rows(epoch, normal(3, 64, W)) <= solver_rows(step, normal(64, W))
+
+
+@both
 def test_a_loop_that_asks_a_token_is_no_solver(policy):
     """It ends where a certain token comes, and integers are no values to round."""
 
