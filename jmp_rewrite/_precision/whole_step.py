@@ -20,8 +20,9 @@ def is_unscaled(graph: Graph) -> bool:
 
     The loss is a number, and a scale another one that the backward pass multiplies it
     by and that no matrix multiplication made, or a literal: one that multiplies arrays
-    is a power of two, or it is a temperature. What `scale_loss` multiplies, of any
-    shape and dtype, is marked.
+    is a power of two, or it is a temperature. The cotangent of the loss is 1: times a
+    scale it is a copy of that. What `scale_loss` multiplies, of any shape and dtype, is
+    marked.
     """
     bodies = (_compat.open_jaxpr(use.jaxpr) for use in graph.uses())
     if any(is_scaling(eqn) for body in bodies for eqn in body.eqns):
@@ -32,12 +33,13 @@ def is_unscaled(graph: Graph) -> bool:
     for node in backward:
         is_number = not any(aval.shape for aval in node.avals)
         data = (v for v in node.inputs if v.made_of_data and v.node not in made)
-        if is_number and node.name == "mul" and any(data):
+        if is_number and node.name in ("copy", "mul") and any(data):
             return False
         for number in node.literals.values():
             factor = abs(1 / number) if node.name == "div" and number else abs(number)
             is_scale = is_number or np.all(np.frexp(factor)[0] == 0.5)
-            if node.name in ("div", "mul") and is_scale and np.any(factor >= _FACTOR):
+            is_factor = node.name in ("copy", "div", "mul") and is_scale
+            if is_factor and np.any(factor >= _FACTOR):
                 return False
     return bool(backward)
 
