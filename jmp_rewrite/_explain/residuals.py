@@ -125,8 +125,8 @@ class _Origins:
         body = _compat.open_jaxpr(jaxpr)
         self.own = {*body.invars, *body.constvars}
         self._views: dict[Any, Any] = {}
-        self._copies: dict[Any, list[Any]] = {}
-        self._remade: dict[Any, list[Any]] = {}
+        self._copies: dict[Any, set[Any]] = {}  # through all copies
+        self._remade: dict[Any, set[Any]] = {}  # through all that is computed again
         self._numbers: set[Any] = set()
 
     def read(self, eqn: Any) -> list[Any]:
@@ -148,27 +148,24 @@ class _Origins:
         elif len(sources) == 1 and name in VIEWS:
             self._views[eqn.outvars[0]] = sources[0]
         elif len(sources) == 1 and name in _COPIES:
-            self._copies[eqn.outvars[0]] = sources
+            self._copies[eqn.outvars[0]] = self.sources(sources[0])
         elif name in CALLS or name in ("cond", "scan"):
             self._follow_inside(eqn)
-        if _is_cheap(eqn) and self._large(eqn, sources) == 1:
-            self._remade[eqn.outvars[0]] = sources
+        if _is_cheap(eqn):
+            made_of = set().union(*map(self.remade, sources))
+            # One large value is read in place of another.
+            size = nbytes(eqn.outvars[0].aval)
+            large = (2 * nbytes(v.aval) >= size for v in made_of - self._numbers)
+            if sum(large) == 1:
+                self._remade[eqn.outvars[0]] = made_of
 
-    def _large(self, eqn: Any, sources: list[Any]) -> int:
-        """Counts the values that have to be read to compute a result again."""
-        size = nbytes(eqn.outvars[0].aval)
-        made_of = {v for s in sources for v in self.remade(s)} - self._numbers
-        return sum(2 * nbytes(v.aval) >= size for v in made_of)
-
-    def remade(self, value: Any) -> list[Any]:
+    def remade(self, value: Any) -> set[Any]:
         """Returns from what a value is cheaply computed again: itself, if it is not.
 
         The placement's own view of what is stored, see `_precision/cost.py`.
         """
         value = self._views.get(value, value)
-        if value not in self._remade:
-            return [value]
-        return [v for source in self._remade[value] for v in self.remade(source)]
+        return self._remade.get(value, {value})
 
     def _follow_inside(self, eqn: Any) -> None:
         """Notes what a body hands out of what it was given.
@@ -180,7 +177,7 @@ class _Origins:
         for var, *branches in zip(eqn.outvars, *handed, strict=True):
             given = [value for branch in branches for value in branch]
             if given and None not in given:
-                self._copies[var] = [self._views.get(v, v) for v in given]
+                self._copies[var] = set().union(*map(self.sources, given))
 
     def handed_out(self, value: Any) -> set[Any]:
         """Returns the sources of what a jaxpr returns; none of a number."""
@@ -190,9 +187,7 @@ class _Origins:
     def sources(self, value: Any) -> set[Any]:
         """Returns what a value may be a copy of, through all copies."""
         value = self._views.get(value, value)
-        if value not in self._copies:
-            return {value}
-        return set().union(*map(self.sources, self._copies[value]))
+        return self._copies.get(value, {value})
 
     def measure(self, values: Iterable[Any]) -> Residuals:
         """Measures values, each once."""

@@ -117,7 +117,7 @@ def differences(
     loss = _read_by_results(graph) - in_layers
     relative = _read_relatively(graph, products, made)
     outside = _terms_outside(graph, in_layers, made)
-    deciding = _deciding(graph, in_layers | loss)
+    deciding = _deciding(graph, (in_layers | loss) & _read_forward(graph, products))
     found: dict[int, int] = {}
     near: dict[int, int] = {}  # apart: they end where others go on
     for index in sorted(contrasts):
@@ -274,6 +274,19 @@ def _read_by_results(graph: Graph) -> set[int]:
     return results | leads_to_product(results, before, lambda n: is_backward(nodes[n]))
 
 
+def _read_forward(graph: Graph, products: set[int]) -> set[int]:
+    """Returns what leads to a forward pass' product or result, and not through another.
+
+    Gradients that a forward pass follows, as in meta-learning, are asked by nobody how
+    they were chosen.
+    """
+    nodes = graph.nodes
+    forward = [n for n in products if not is_backward(nodes[n])]
+    before = graph.predecessors()
+    leads = leads_to_product(forward, before, lambda n: is_backward(nodes[n]))
+    return leads | _read_by_results(graph)
+
+
 # Which equation, and the nodes of what it reads.
 _Comparison = tuple[Any, tuple[int, ...]]
 
@@ -286,7 +299,12 @@ def _deciding(graph: Graph, layers: set[int]) -> set[_Comparison]:
     """Returns the comparisons that a forward pass chooses by, or multiplies by.
 
     One is made of masks and indices, as a router's are. The derivative of a maximum
-    asks which elements are as large as it: that is a backward pass.
+    asks which elements are as large as it: that is a backward pass, also of a gradient
+    that a forward pass follows.
+
+    Args:
+      graph: the program.
+      layers: the nodes whose masks and indices are looked at.
     """
     found: set[_Comparison] = set()
     seen: set[Made] = set()
