@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jmp_rewrite._graph import (
     EITHER,
     Graph,
     Loop,
     Made,
-    Node,
     Value,
     is_backward,
     is_drawn,
@@ -305,16 +304,25 @@ def _read_for(graph: Graph, value: Value) -> list[Value]:
     return []
 
 
-def _hands_on(node: Node, categories: Sequence[Category | None]) -> bool:
-    """Whether a node moves what it reads, or scales it by a number."""
-    return categories[node.index] is Category.CLEAR or node.name == "mul"
-
-
 def _whole(weight: Any) -> Hashable:
     """Returns the array of which a weight is a part."""
     while len(weight) > 2:  # a part: of what, and which result of which node
         weight = weight[0]
     return weight
+
+
+class _Weight(NamedTuple):
+    """A weight of one iteration.
+
+    Attributes:
+      of: the array that is sliced, and which part of a slice it is.
+      turned: the permutations of its dimensions.
+      size: how many elements the slice has.
+    """
+
+    of: Hashable
+    turned: tuple[Any, ...]
+    size: int
 
 
 def _layer_products(
@@ -325,11 +333,15 @@ def _layer_products(
 ) -> tuple[dict[int, set[Hashable]], dict[Hashable, list[tuple[int, Hashable]]]]:
     """Returns the products of a loop with slices of weights, and of which arrays.
 
-    With them comes, for each of these arrays, who reads a slice of it, and how. Parts
-    of a slice are weights of their own.
+    What an iteration makes of a slice, and of nothing that it was handed, is that
+    slice, unless it is made of others that are larger: weights may be masked,
+    normalized, dequantized or added to. With the products comes, for each of these
+    arrays, who reads a slice of it, and how. Parts of a slice are weights of their own.
     """
-    moved: dict[int, tuple[Hashable, tuple[Any, ...]]] = {}  # which weight, turned how
+    moved: dict[int, _Weight] = {}
     length = loop.eqn.params["length"]
+    consumers, within = graph.consumers(), loop.nodes.__contains__
+    carried = reached([received for received, _ in loop.carries], consumers, within)
 
     shared: dict[tuple[int, int], bool] = {}
 
@@ -341,31 +353,36 @@ def _layer_products(
             shared[key] = _is_shared(graph, value, length)
         return not shared[key]
 
-    def found(value: Value) -> tuple[Hashable, tuple[Any, ...]] | None:
+    def found(value: Value) -> _Weight | None:
         if value.slice_of == loop.token:
-            return ((value.node, value.argument), ()) if is_own(value) else None
+            own = (value.node, value.argument), (), value.size
+            return _Weight(*own) if is_own(value) else None
         weight = moved.get(value.node)
         if weight is None or graph.nodes[value.node].name not in _PARTS:
             return weight
-        return (weight[0], value.node, value.result), weight[1]
+        return weight._replace(of=(weight.of, value.node, value.result))
 
     products: dict[int, set[Hashable]] = {}
     reads: dict[Hashable, list[tuple[int, Hashable]]] = collections.defaultdict(list)
     for index in loop.nodes:
         node = graph.nodes[index]
-        sources = [s for v in node.inputs if (s := found(v)) is not None]
+        read = [*node.inputs, *(v for v in node.others if v is not None)]
+        sources = [s for v in read if (s := found(v)) is not None]
         if categories[index] is Category.ALLOW:
             for value in node.inputs:
                 if (source := found(value)) is not None:
-                    weight, turned = source
-                    products.setdefault(index, set()).add(weight)
-                    reads[weight].append((index, (contracted(node, value), turned)))
-        elif node.name == "mul" and len(node.inputs) > 1:
-            for weight, _ in sources:
-                reads[weight].append((index, node.name))
-        elif len(node.inputs) == 1 and sources and _hands_on(node, categories):
-            ((weight, turned),) = sources
-            is_turn = node.name == "transpose"
-            turn = node.eqn.params["permutation"] if is_turn else ()
-            moved[index] = weight, (*turned, turn) if is_turn else turned
+                    products.setdefault(index, set()).add(source.of)
+                    way = contracted(node, value), source.turned
+                    reads[source.of].append((index, way))
+        elif any(v.node in carried for v in read):
+            if node.name == "mul":
+                for source in sources:
+                    reads[source.of].append((index, node.name))
+        elif sources:
+            weight = max(sources, key=lambda source: source.size)
+            if node.name == "transpose":
+                turn = node.eqn.params["permutation"]
+                weight = weight._replace(turned=(*weight.turned, turn))
+            if len(read) == 1 or 2 * weight.size >= node.size:
+                moved[index] = weight
     return products, reads

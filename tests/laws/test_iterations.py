@@ -391,3 +391,63 @@ def test_layers_that_are_drawn_inside_are_told_apart(name):
     carried = {v.aval for e in eqns(rewritten, "scan") for v in e.outvars}
     dtypes = {str(a.dtype) for a in carried if a.shape == X.shape}
     assert dtypes == {"float32" if name == "one" else "bfloat16"}
+
+
+# What a layer multiplies by, made of its slices: three matrices, a vector and integers.
+MADE = {
+    "as it is": lambda w, a, b, g, q: w,
+    "normalized": lambda w, a, b, g, q: w * (g / jnp.linalg.norm(w, axis=0))[None],
+    "standardized": lambda w, a, b, g, q: (w - w.mean()) / (w.std() + f32(1e-3)),
+    "merged": lambda w, a, b, g, q: w + a[:, :2] @ b[:2],
+    "masked": lambda w, a, b, g, q: jnp.where(abs(a) > 0.5, w, 0),
+    "rounded": lambda w, a, b, g, q: w + lax.stop_gradient(jnp.round(w * 7) / 7 - w),
+    "dequantized": lambda w, a, b, g, q: q.astype(f32) * g[None] / 127,
+}
+# Numbers of an iteration that are too few for a weight of its own.
+SHARED = {
+    "a time": lambda w, a, b, g, q: w[0] + g[0] * w[1],
+    "a scale": lambda w, a, b, g, q: w[0] * g[None],
+    "a time, as a matrix": lambda w, a, b, g, q: w[0] * jnp.full((16, 16), g[0]),
+}
+
+
+@pytest.mark.parametrize("name", MADE | SHARED)
+def test_a_layer_of_a_scan_may_make_its_weights(name):
+    """Of slices alone that are as large, and of what all iterations share."""
+
+    def fun(ws, x):
+        w, *others = ws
+
+        def layer(x, ws):
+            w, *others = ws
+            return x + jnp.tanh(x @ MADE[name](w, *others)), None
+
+        def iteration(x, others):
+            return x + jnp.tanh(x @ SHARED[name](w, *others)), None
+
+        step, xs = (layer, ws) if name in MADE else (iteration, others)
+        return lax.scan(step, x, xs)[0] @ w[0]
+
+    matrices = [jnp.ones((12, 16, 16)) for _ in "wab"]
+    ws = (*matrices, jnp.ones((12, 16)), jnp.ones((12, 16, 16), jnp.int8))
+    rewritten = trace(mixed_precision(fun, "mixed_bfloat16"), (ws, X))
+    carried = {v.aval for e in eqns(rewritten, "scan") for v in e.outvars}
+    dtypes = {str(a.dtype) for a in carried if a.shape == X.shape}
+    assert dtypes == {"bfloat16" if name in MADE else "float32"}
+
+
+def test_an_example_that_is_normalized_is_no_weight():
+    """A scan over examples: a weight that learns from each is state."""
+
+    def fun(w, examples, targets):
+        def learn(w, seen):
+            x, y = seen
+            x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+            return w - 1e-3 * x.T @ (x @ w - y), None
+
+        return lax.scan(learn, w, (examples, targets))[0]
+
+    args = jnp.ones((16, 4)), jnp.ones((12, 8, 16)), jnp.ones((12, 8, 4))
+    rewritten = trace(mixed_precision(fun, "mixed_bfloat16"), args)
+    (learned,) = (v.aval for e in eqns(rewritten, "scan") for v in e.outvars)
+    assert learned.dtype == jnp.float32
