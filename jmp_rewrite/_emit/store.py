@@ -108,7 +108,7 @@ def _changes(graph: Graph, plan: Plan) -> bool:
         return True
     inside = {n: loop for loop in graph.loops for n in loop.nodes}
     return any(
-        source.node not in inside[index].nodes and source.slice_of < 0
+        source.node not in inside[index].nodes and not source.slice_of
         for index in inside
         if plan.labels[index]
         for source in graph.nodes[index].inputs

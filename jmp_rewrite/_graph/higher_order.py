@@ -85,7 +85,7 @@ def scan(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
         *_locals(args[:num_consts], invars[:num_consts]),
         *(_made_by(b, node) for node in carry_in),
         *(
-            a and a.at(v.aval, token)
+            a and a.at(v.aval, (*a.slice_of, token))
             for a, v in zip(args[first:], invars[first:], strict=True)
         ),
     ]

@@ -46,7 +46,7 @@ class Value:
         below -1; -1 if none.
       made_of_data: False for what comes from integers, literals and NumPy constants
         alone.
-      slice_of: the loop whose `xs` it is a slice of; -1 if none.
+      slice_of: the loops whose `xs` it is a slice of, outermost first.
       result: which result of the node it is.
       distinct: dimensions along which its integers are distinct: `distinct.py`.
       name: of what is no float32 and no known number: what makes it, or a name of its
@@ -72,7 +72,7 @@ class Value:
         constant: Any = None,
         argument: int = -1,
         made_of_data: bool = True,
-        slice_of: int = -1,
+        slice_of: tuple[int, ...] = (),
         distinct: frozenset[int] = NOWHERE,
         result: int = 0,
         name: Hashable = None,
@@ -105,7 +105,7 @@ class Value:
             name=self.name,
         )
 
-    def at(self, aval: Any, slice_of: int = -1) -> Value:
+    def at(self, aval: Any, slice_of: tuple[int, ...] = ()) -> Value:
         """Returns the same value seen with another shape: a slice, or a stack."""
         constant, distinct = self.constant, self.distinct
         if self.aval.shape != aval.shape:
@@ -300,6 +300,12 @@ class Loop:
     carries: tuple[tuple[int, int], ...]
     token: int
     nodes: range
+
+    @property
+    def length(self) -> int:
+        """How often its body runs: a guess where nobody knows, 1 for a `while`."""
+        length = self.eqn.params.get("length", 1)
+        return length if isinstance(length, int) else SYMBOLIC
 
 
 class Opaque(NamedTuple):

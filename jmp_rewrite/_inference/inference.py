@@ -527,16 +527,16 @@ def _captured_bytes(plan: Plan) -> int:
     These are the float32 ones that nothing reads before they are rounded.
     """
     nodes = plan.graph.nodes
-    trips = {x.token: x.eqn.params.get("length", 1) for x in plan.graph.loops}
+    trips = {x.token: x.length for x in plan.graph.loops}
     sizes: dict[int, int] = {}
     unrounded = [_source(v) for v in plan.graph.results]
     moves: dict[int, list[int]] = {}
     for node in nodes:
         sources = [_source(v) for v in node.inputs]
         for source, value in zip(sources, node.inputs, strict=True):
-            is_array = value.aval.shape or value.slice_of >= 0
+            is_array = value.aval.shape or value.slice_of
             if value.argument < -1 and is_array:
-                size = value.size * trips.get(value.slice_of, 1)
+                size = value.size * math.prod(trips[t] for t in value.slice_of)
                 sizes[source] = max(size, sizes.get(source, 0))
         label = plan.labels[node.index]
         if is_move(node, plan.half):

@@ -230,7 +230,7 @@ def _round_each_use(graph: Graph, pins: Pins, labels: list[bool]) -> None:
     uses: collections.Counter[int] = collections.Counter()
     for node in graph.nodes:
         for value in node.inputs:
-            is_held = node.name in JOINTS or value.slice_of >= 0
+            is_held = node.name in JOINTS or bool(value.slice_of)
             is_inside = loops[node.index] not in (-1, loops[value.node])
             uses[value.node] += 2 if is_inside and not is_held else 1
     shared: set[int] = set()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jmp_rewrite._graph import (
@@ -45,6 +46,7 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
     they are examples, and the carry is a weight that learns from them.
     """
     streams: dict[int, set[Hashable]] = {}
+    of: dict[int, Loop] = {}
     consumers, predecessors = graph.consumers(), graph.predecessors()
     made = made_by_products(graph, categories) if graph.loops else set()
     for loop in graph.loops:
@@ -70,19 +72,27 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
             ways = {(w, way) for w in weights for n, way in reads[w] if n in between}
             if weights and len(ways) == len(weights):
                 streams[received] = set(map(_whole, weights))
-    return streams.keys() - _undone(graph, streams)
+                of[received] = loop
+    return streams.keys() - _undone(graph, streams, of)
 
 
-def _undone(graph: Graph, streams: Mapping[int, set[Hashable]]) -> set[int]:
+def _undone(
+    graph: Graph, streams: Mapping[int, set[Hashable]], of: Mapping[int, Loop]
+) -> set[int]:
     """Returns the streams that a scan takes over from another one of the same weights.
 
-    That is an iteration, or an inverse, as that of a reversible network.
+    That is an iteration, or an inverse, as that of a reversible network. A scan inside
+    of another one takes over its stream, and a part of its layers; and what computes
+    layers once more begins where they began.
     """
     found: set[int] = set()
     for received, weights in streams.items():
         for value in graph.nodes[received].inputs[:1]:  # what it begins with
             before = moves(graph, value.node)[-1] if value.node >= 0 else -1
-            if not weights.isdisjoint(streams.get(before, ())):
+            if before not in streams or weights.isdisjoint(streams[before]):
+                continue
+            is_again = of[received].place.recomputed > of[before].place.recomputed
+            if not is_again and received not in of[before].nodes:
                 found |= {received, before}
     return found
 
@@ -123,7 +133,7 @@ def of_carried_states(graph: Graph, products: Callable[[int], bool]) -> set[int]
         carried = reached([r for r, _ in loop.carries], consumers, within)
         sliced = [
             n for n in loop.nodes
-            if any(v.slice_of == loop.token for v in graph.nodes[n].inputs)
+            if any(loop.token in v.slice_of for v in graph.nodes[n].inputs)
         ]  # fmt: skip
         varies = carried | reached(sliced, consumers, within)
         cells = [
@@ -132,7 +142,7 @@ def of_carried_states(graph: Graph, products: Callable[[int], bool]) -> set[int]
             if products(n)
             and any(v.node in carried for v in graph.nodes[n].inputs)
             and not all(
-                v.node in varies or v.slice_of == loop.token
+                v.node in varies or loop.token in v.slice_of
                 for v in graph.nodes[n].inputs
             )
         ]
@@ -242,24 +252,37 @@ def _trains(graph: Graph, loop: Loop) -> bool:
     )
 
 
-def _is_shared(graph: Graph, row: Value, length: int) -> bool:
+def _is_shared(graph: Graph, slice_: Value, loop: Loop) -> bool:
     """Whether a stack is made of too few numbers for weights of its own in each row.
 
     Arguments and random numbers alone are numbers of their own, whatever is made of
     them, and no more than fit into what they pass on the way. What is smaller than half
-    a row scales weights, and random numbers drop some.
+    a row scales weights, and random numbers drop some. Of loops around this one, one
+    iteration counts.
+
+    Args:
+      graph: the program.
+      slice_: of the stack, in one iteration of the loop and of loops inside of it.
+      loop: a scan of a known length.
     """
     arguments = {v.argument: v for v in graph.arguments}
+    lengths = {x.token: x.length for x in graph.loops}
+    order = slice_.slice_of.index(loop.token)
+    around = set(slice_.slice_of[:order])
+    row = slice_.size * _product(lengths, slice_.slice_of[order + 1 :])
+    times = max(1, graph.nodes[loop.nodes[0]].trips // loop.length)  # of the whole loop
 
     def size_of(value: Value) -> int:
-        whole = arguments.get(value.argument)  # as large as it was given
         if value.node >= 0:  # anew in each iteration
-            return graph.nodes[value.node].size * graph.nodes[value.node].trips
-        if whole is None and value.slice_of >= 0:
-            return row.size * length
-        return (whole or value).size
+            node = graph.nodes[value.node]
+            return node.size * max(1, node.trips // times)
+        whole = arguments.get(value.argument)  # as large as it was given
+        if whole is not None:
+            return whole.size // _product(lengths, around.intersection(value.slice_of))
+        inside = [token for token in value.slice_of if token not in around]
+        return value.size * _product(lengths, inside)
 
-    left, known = [row], dict[_Key, tuple[Value, list[Value]]]()
+    left, known = [slice_], dict[_Key, tuple[Value, list[Value]]]()
     sources: dict[bool, int] = collections.Counter()
     while left:
         value = left.pop()
@@ -269,7 +292,7 @@ def _is_shared(graph: Graph, row: Value, length: int) -> bool:
             continue
         known[_key(value)] = value, reads
         left += reads
-        if not reads and 2 * size_of(value) >= row.size:
+        if not reads and 2 * size_of(value) >= row:
             sources[is_drawn(value, graph.nodes)] += size_of(value)
     drawn = not sources[False]
     held: dict[_Key, int] = {}
@@ -280,9 +303,14 @@ def _is_shared(graph: Graph, row: Value, length: int) -> bool:
             size = min(size, sum(held.get(k, size_of(known[k][0])) for k in before))
         elif is_drawn(value, graph.nodes) != drawn:
             size = 0
-        held[key] = size if 2 * size >= row.size else 0
-    numbers = min(sources[drawn], held.get(_key(row), 0))
-    return 0 < 2 * numbers <= row.size * length
+        held[key] = size if 2 * size >= row else 0
+    numbers = min(sources[drawn], held.get(_key(slice_), 0))
+    return 0 < 2 * numbers <= row * loop.length
+
+
+def _product(lengths: Mapping[int, int], tokens: Iterable[int]) -> int:
+    """Returns how often the innermost of loops runs in one iteration around them."""
+    return math.prod(lengths[token] for token in tokens)
 
 
 _Key: TypeAlias = tuple[int, int, Hashable]
@@ -350,11 +378,11 @@ def _layer_products(
             return value.node not in made
         key = value.node, value.argument
         if key not in shared:
-            shared[key] = _is_shared(graph, value, length)
+            shared[key] = _is_shared(graph, value, loop)
         return not shared[key]
 
     def found(value: Value) -> _Weight | None:
-        if value.slice_of == loop.token:
+        if loop.token in value.slice_of:
             own = (value.node, value.argument), (), value.size
             return _Weight(*own) if is_own(value) else None
         weight = moved.get(value.node)

@@ -272,7 +272,7 @@ class Roots:
             self._known[last] = self._name(last)
         known = self._known[maker]
         if isinstance(maker, Made):
-            return known, value.result, value.slice_of >= 0
+            return known, value.result, bool(value.slice_of)
         return (known, value.result) if len(maker.avals) > 1 else known
 
     def _maker(self, value: Value | None) -> Node | Made | None:
@@ -341,7 +341,7 @@ def _given(value: Value | None) -> Hashable:
     if value.name is not None:
         return value.name, value.aval.shape
     if value.constant is None or value.argument != -1:
-        return value.argument, value.slice_of >= 0
+        return value.argument, bool(value.slice_of)
     number = np.asarray(value.constant)
     known = number.tobytes() if number.size <= _SHORT else id(value.constant)
     return number.dtype.str, number.shape, known

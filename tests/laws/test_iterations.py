@@ -451,3 +451,48 @@ def test_an_example_that_is_normalized_is_no_weight():
     rewritten = trace(mixed_precision(fun, "mixed_bfloat16"), args)
     (learned,) = (v.aval for e in eqns(rewritten, "scan") for v in e.outvars)
     assert learned.dtype == jnp.float32
+
+
+NESTED = {
+    "a scan of scans": lambda w: (w, None),
+    "the same layers again": lambda w: (None, w[0]),
+    "repeated": lambda w: (jnp.broadcast_to(w[:1], w.shape), None),
+    "one layer repeated": lambda w: (jnp.broadcast_to(w[:, :1], w.shape), None),
+    "both repeated": lambda w: (jnp.broadcast_to(w[0, 0], w.shape), None),
+}
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("name", NESTED)
+def test_a_slice_of_a_slice_is_a_weight_of_both_loops(name, is_checkpointed):
+    """Stages of layers, as Flax' `remat_scan` makes them, and iterations of stages."""
+
+    def loss(w, x):
+        slices, captured = NESTED[name](w)
+
+        def layer(x, w):
+            return x + jnp.tanh(x @ w), None
+
+        def stage(x, w):
+            return lax.scan(layer, x, captured if w is None else w)
+
+        stage = jax.checkpoint(stage) if is_checkpointed else stage
+        return jnp.mean((lax.scan(stage, x, slices, length=6)[0] @ w[0, 0]) ** 2)
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    args = jnp.ones((6, 5, 16, 16)), X
+    rewritten = trace(mixed_precision(step, "mixed_bfloat16"), args)
+    (outer,) = (
+        e
+        for e in eqns(rewritten, "scan")
+        if e.params["length"] == 6 and not e.params["reverse"]
+    )
+    dtypes = {str(v.aval.dtype) for v in outer.outvars if v.aval.shape == X.shape}
+    assert dtypes == {"bfloat16" if name == "a scan of scans" else "float32"}
+    if is_checkpointed:
+        stacked = {
+            str(v.aval.dtype) for v in outer.outvars if v.aval.shape[1:] == X.shape
+        }
+        assert stacked == dtypes
