@@ -24,6 +24,7 @@ from jmp_rewrite._graph import (
     reached,
 )
 from jmp_rewrite._precision.origins import VIEWS, is_indicator, leads_to_product
+from jmp_rewrite._precision.shares import takes_off_share
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
     KEEPS_OFFSET,
@@ -128,7 +129,7 @@ def differences(
         if node.index in in_layers:
             is_sum = is_backward(node) and node.name in SUMS and len(node.inputs) == 2
             if is_sum and any(v.node in outside for v in node.inputs):
-                if takes_off_sum(node, graph):
+                if takes_off_share(node, graph, positive):
                     follow_back(node, promoted, graph, found, ends)
             if node.index in shares:
                 follow_back(node, made, graph, found, ends)

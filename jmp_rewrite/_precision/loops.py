@@ -48,7 +48,7 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
     streams: dict[int, set[Hashable]] = {}
     of: dict[int, Loop] = {}
     consumers, predecessors = graph.consumers(), graph.predecessors()
-    made = made_by_products(graph, categories) if graph.loops else set()
+    made = _activations(graph, categories) if graph.loops else set()
     for loop in graph.loops:
         if loop.eqn.primitive.name != "scan" or _trains(graph, loop):
             continue
@@ -74,6 +74,21 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
                 streams[received] = set(map(_whole, weights))
                 of[received] = loop
     return streams.keys() - _undone(graph, streams, of)
+
+
+def _activations(graph: Graph, categories: Sequence[Category | None]) -> set[int]:
+    """Returns what a forward pass makes of its matrix multiplications, and cotangents.
+
+    Parameters are none that gradients have updated, by a step or by a number.
+    """
+    nodes = graph.nodes
+    backward = {n.index for n in nodes if is_backward(n)}
+
+    def stays(index: int) -> bool:
+        return index not in backward and nodes[index].size > 1
+
+    products = {n for n, c in enumerate(categories) if c is Category.ALLOW}
+    return backward | reached(products - backward, graph.consumers(), stays)
 
 
 def _undone(
@@ -321,9 +336,11 @@ def _key(value: Value) -> _Key:
 
 
 def _read_for(graph: Graph, value: Value) -> list[Value]:
-    """Returns what a value is computed of; nothing for an argument, or a draw."""
+    """Returns what a value is computed of: nothing for arguments and gradients."""
     if value.node >= 0:
         node = graph.nodes[value.node]
+        if is_backward(node):
+            return []
         if node.drawn:
             return [v for v in node.inputs if is_drawn(v, graph.nodes)]
         return [v for v in (*node.inputs, *node.others) if v is not None]

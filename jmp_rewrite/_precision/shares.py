@@ -18,6 +18,8 @@ _SAME_AXES = frozenset(
 )
 # These may add or take away dimensions of size one.
 _VIEWS = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})
+# Between what a sum is taken off, and what is summed.
+_LINEAR = _SAME_AXES | _VIEWS | SUMS | {"div", "mul", "reduce_sum"}
 
 
 def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int]]:
@@ -73,6 +75,31 @@ def summed_along(graph: Graph, positive: AbstractSet[int]) -> dict[int, list[int
             elif at.name not in _SAME_AXES:
                 break
     return found
+
+
+def takes_off_share(node: Node, graph: Graph, positive: AbstractSet[int]) -> bool:
+    """Whether a cotangent loses a sum that is weighed by shares, as a softmax' does.
+
+    What a norm takes off is weighed by the values that it normalizes, of either sign.
+    """
+    axes = _axes_of_sum(node, graph)
+    if axes is None or not takes_off_sum(node, graph):
+        return False
+    left = [v.node for v in node.inputs if v.node >= 0]
+    for index in left:
+        at = graph.nodes[index]
+        if not is_backward(at) or at.name not in _LINEAR:
+            continue
+        if at.name == "mul" and any(
+            v.node in positive and not _is_same_along(v, axes, graph)
+            for v in at.inputs
+            if v.size == node.size
+        ):
+            return True
+        left += [n for n in graph.predecessors()[index] if n not in left]
+        if len(left) > MOST_TERMS:
+            break
+    return False
 
 
 def _before(view: Node, axes: frozenset[int]) -> frozenset[int]:

@@ -118,7 +118,7 @@ def train_state(
       made: the nodes that have one upstream.
       streams: carries that are the residual streams of scans over layers.
     """
-    walk = _Walk(graph, products, made)
+    walk = _Walk(graph, products, made, streams)
     updates = [u for node in graph.nodes for u in walk.updates(node)]
     carried = {i for loop in graph.loops for i, _ in loop.carries} - streams
     state = _chains(updates, carried) | (_undone(updates) & walk.sums)
@@ -172,22 +172,38 @@ def _add_chain(state: set[int], node: int, before: Mapping[int, set[int]]) -> No
         stack += bases
 
 
+def _without(
+    edges: Sequence[list[int]], pairs: Iterable[tuple[int, int]]
+) -> list[list[int]]:
+    """Returns the edges of a graph without some of them."""
+    left = list(edges)
+    for start, end in pairs:
+        left[start] = [n for n in left[start] if n != end]
+    return left
+
+
 class _Walk:
     """Follows values back through a graph.
+
+    Not from one layer of a scan to the one before: each has another weight, and another
+    slice of what it adds.
 
     Attributes:
       sums: what may be an update, of those that `updates` was asked for.
     """
 
-    def __init__(self, graph: Graph, products: set[int], made: set[int]) -> None:
+    def __init__(
+        self, graph: Graph, products: set[int], made: set[int], streams: set[int]
+    ) -> None:
         self._nodes = graph.nodes
-        self._predecessors = graph.predecessors()
-        self._consumers = graph.consumers()
+        layers = [p for loop in graph.loops for p in loop.carries if p[0] in streams]
+        self._predecessors = _without(graph.predecessors(), layers)
+        self._consumers = _without(graph.consumers(), [p[::-1] for p in layers])
         self._products = products
         self._roots = Roots(graph.nodes)
         self._made = made
         backward = (n.index for n in graph.nodes if is_backward(n))
-        self._after_backward = reached(backward, self._consumers)
+        self._after_backward = reached(backward, graph.consumers())
         self._bases: dict[tuple[int, int, bool], frozenset[int]] = {}
         self._weights = {n: self._weights_of(graph.nodes[n]) for n in products}
         uses = Counter(w for read in self._weights.values() for w in read)
