@@ -235,7 +235,8 @@ def _diagnosis(
             harmed[row] = max(harmed.get(row, 0.0), _as_counted(error))
     results = _told_apart([path or "result" for path in traced.result_paths])
     spoilt = [r for r, bad in zip(rows, reference.is_spoilt, strict=True) if bad]
-    skipped = [rows[i] for i in _skipped(traced.results, exact)]
+    flags = _skipped(traced.results, exact, traced.arguments)
+    skipped = [rows[i] for i in flags]
     if shadow.endless:  # no result ever comes
         errors = [float("inf")] * len(errors)
     return Diagnosis(
@@ -284,14 +285,20 @@ def _as_counted(error: float) -> float:
     return min(error, 1.0) + (0.0 if math.isfinite(error) else SPOILT)
 
 
-def _skipped(results: Flat, values: Sequence[Any]) -> list[int]:
-    """Returns the results that say of a step that loss scaling has skipped it."""
-    flag = LossScaleState._fields[4]
+def _skipped(results: Flat, values: Sequence[Any], arguments: Any) -> list[int]:
+    """Returns the results that say of a step that loss scaling has skipped it.
+
+    A state that the call hands on as it was says that of a step before.
+    """
+    fields, flag = LossScaleState._fields, "last_step_finite"
+    back = fields.index(flag) - fields.index("skipped_steps")
+    before = [state.skipped_steps for _, state in find_states(arguments)]
     return [
         number
         for number, path in enumerate(results.paths)
         if any(flag in parameters.key_names(key) for key in path)
         and not np.all(values[number])
+        and not any(np.array_equal(values[number - back], skips) for skips in before)
     ]
 
 

@@ -224,6 +224,27 @@ def test_a_step_skipped_in_float32_as_well_is_told(monkeypatch, steps):
     assert not sound.is_skipped and "skipped" not in str(sound)
 
 
+@pytest.mark.parametrize("is_updated", [True, False])
+def test_a_step_that_was_skipped_before_is_none_that_is_skipped(is_updated):
+    """An evaluation hands on the state of a step that was."""
+    tx = loss_scaling(optax.sgd(1e-3))
+
+    def step(w, state, x):
+        value = lambda w: jnp.mean((x @ w) ** 2)  # noqa: E731
+        if not is_updated:
+            return value(w), state
+        grads = jax.grad(lambda w: scale_loss(value(w), state))(w)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    state = tx.init(ARGS[1])
+    zeros = jax.tree.map(jnp.zeros_like, ARGS[1])
+    _, state = tx.update(zeros + jnp.inf, state, ARGS[1])
+    assert not state.last_step_finite
+    found = diagnose(step, "mixed_float16")(ARGS[1], state, ARGS[0])
+    assert not found.is_skipped and "skipped" not in str(found)
+
+
 @pytest.mark.slow
 def test_the_first_line_that_is_not_finite():
     """Of the batch that gave Inf; with the state after it, that this is what is bad."""
