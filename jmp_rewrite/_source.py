@@ -138,12 +138,12 @@ class Caller(NamedTuple):
     outer: Caller | None
 
 
-def where(*eqns: Any) -> str:
+def where(*eqns: Any, unknown: str = "an unknown line") -> str:
     """Returns the user's line of an equation, and of what it stands in, outwards."""
     caller = None
     for eqn in reversed(eqns[1:]):
         caller = Caller(eqn, caller)
-    return str(Lines().of(eqns[0], caller)) or "an unknown line"
+    return str(Lines().of(eqns[0], caller)) or unknown
 
 
 @functools.cache

@@ -182,7 +182,8 @@ def _rewritten(
             _log_unscaled(name_of(fun))
         for ending in unreachable(plan):
             if ending.tolerance is not None and not ending.is_bounded:
-                _log_endless(where(ending.node.eqn), ending.tolerance, plan.half.name)
+                line = where(ending.node.eqn, unknown=f"a line of {name_of(fun)}")
+                _log_endless(line, ending.tolerance, plan.half.name)
         with jax.named_scope(REWRITTEN):
             consts = _compat.constants(traced.closed)
             results = run(plan, consts, traced.arrays)
@@ -218,7 +219,7 @@ def _log_endless(line: str, tolerance: float, half: str) -> None:
     """Logs, once, that a loop waits for what half precision may never reach."""
     _LOGGER.warning(
         "A while_loop at %s waits for a value below %g, which differences of %s values "
-        "may never reach: bound the number of iterations, or run the loop in "
+        "may reach late or never: bound the number of iterations, or run the loop in "
         "full_precision().",
         *(line, tolerance, half),
     )

@@ -43,7 +43,8 @@ def _waits(plan: Plan, epsilon: float) -> Iterator[tuple[Node, str]]:
         yield (
             node,
             f"A while_loop{{where}} waits for a value below {below}, which differences "
-            f"of {{half}} values may never reach (its epsilon is {epsilon:.2g}): "
+            f"of {{half}} values may reach late or never (its epsilon is "
+            f"{epsilon:.2g}): "
             f"{bound}run the loop in full_precision().",
         )
 

@@ -2,7 +2,8 @@
 
 A fixed point is iterated until it moves by less than a tolerance. If a matrix
 multiplication of half operands makes it, it may go on moving by half's last digit for
-ever, whoever writes it.
+ever, whoever writes it. An integrator takes many small steps. Training until a loss is
+small waits for no such difference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ml_dtypes
 
 from jmp_rewrite._graph import Graph, Loop, Node, Value
 from jmp_rewrite._precision.decide import Plan
+from jmp_rewrite._precision.loops import trains
 from jmp_rewrite._precision.solvers import ends_by_floats, ends_by_integers
 from jmp_rewrite._rules import MOVES, ORDERS
 
@@ -51,7 +53,7 @@ def unreachable(plan: Plan) -> Iterator[Ending]:
     graph = plan.graph
     epsilon = float(ml_dtypes.finfo(plan.half).eps)
     loops = [x for x in graph.loops if x.eqn.primitive.name == "while"]
-    for loop in (x for x in loops if ends_by_floats(x.eqn)):
+    for loop in (x for x in loops if ends_by_floats(x.eqn) and not trains(graph, x)):
         if not any(plan.labels[n] for n in loop.nodes):
             continue  # what it converges to was rounded before
         for index in loop.nodes:

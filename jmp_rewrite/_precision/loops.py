@@ -50,7 +50,7 @@ def residual_streams(graph: Graph, categories: Sequence[Category | None]) -> set
     consumers, predecessors = graph.consumers(), graph.predecessors()
     made = _activations(graph, categories) if graph.loops else set()
     for loop in graph.loops:
-        if loop.eqn.primitive.name != "scan" or _trains(graph, loop):
+        if loop.eqn.primitive.name != "scan" or trains(graph, loop):
             continue
         products, reads = _layer_products(graph, loop, categories, made)
         within = loop.nodes.__contains__
@@ -123,7 +123,7 @@ def recurrent_activations(
     inside = {
         n
         for loop in graph.loops
-        if not loop.place.backward and not _trains(graph, loop)
+        if not loop.place.backward and not trains(graph, loop)
         for n in loop.nodes
     }
     if not inside:
@@ -261,7 +261,8 @@ def _inside(loop: Loop, loops: Sequence[Loop]) -> list[Loop]:
     return [x for x in loops if x is not loop and nodes.issuperset(x.nodes)]
 
 
-def _trains(graph: Graph, loop: Loop) -> bool:
+def trains(graph: Graph, loop: Loop) -> bool:
+    """Whether a loop of a forward pass holds a backward pass of its own."""
     return not loop.place.backward and any(
         graph.nodes[n].place.backward for n in loop.nodes
     )

@@ -6,7 +6,8 @@ value of the loop, and a backward pass that takes them again (an adjoint that st
 nothing, a replay from checkpoints) has to come to the same ones. Where values are
 rounded is chosen by what the program stores, which is not the same in both. So between
 the matrix multiplications of a solver nothing is rounded, and nothing in a loop that
-runs the same lines again. A loop over train steps is none: it holds both passes.
+runs the same lines again. A loop over train steps is none: it holds both passes, and
+no other loop runs its lines again.
 """
 
 from __future__ import annotations
@@ -32,19 +33,33 @@ def inside_solvers(graph: Graph, products: set[int], state: set[int]) -> set[int
       state: the nodes that hold state.
     """
     own = [x for x in graph.loops if _updates(x, state) and ends_by_floats(x.eqn)]
-    inside = {n for loop in own for n in loop.nodes}
-    if inside.isdisjoint(products):
+    own = [x for x in own if not products.isdisjoint(x.nodes)]
+    if not own:
         return set()
     lines = Lines()
-    own_lines = {lines.of(graph.nodes[n].eqn, None) for n in inside & products}
-    for node in products - inside:
+    runs: dict[Any, list[range]] = {}  # the innermost loops of the products of a line
+    for node in products:
         line = lines.of(graph.nodes[node].eqn, None)
-        if line.file and line in own_lines:
-            around = [x.nodes for x in graph.loops if node in x.nodes]
-            for innermost in sorted(around, key=len)[:1]:
-                passes = {is_backward(graph.nodes[n]) for n in innermost}
-                inside.update(innermost if len(passes) == 1 else ())
+        around = [x.nodes for x in graph.loops if node in x.nodes]
+        if line.file and around:
+            runs.setdefault(line, []).append(min(around, key=len))
+    inside: set[int] = set()
+    for loop in own:
+        holds_both = len(_passes(graph, loop.nodes)) == 2
+        again: set[range] = set()
+        for each in runs.values():
+            inner = {x for x in each if x[0] in loop.nodes}
+            if loop.nodes in inner or (inner and not holds_both):
+                others = set(each) - inner
+                again |= {x for x in others if len(_passes(graph, x)) == 1}
+        if again or not holds_both:
+            inside.update(loop.nodes, *again)
     return inside
+
+
+def _passes(graph: Graph, nodes: Iterable[int]) -> set[bool]:
+    """Returns of which passes nodes are: whether it is a backward pass."""
+    return {is_backward(graph.nodes[n]) for n in nodes}
 
 
 def _updates(loop: Loop, state: set[int]) -> bool:

@@ -75,12 +75,17 @@ _SHORT_WALK = 64
 _MOST_BASES = 8
 
 
+# Of values that no node makes: an argument, and a slice of a loop's `xs`, which is
+# another one in each iteration.
+_ARGUMENT, _SLICE = _GIVEN = (-1, -2)
+
+
 class Update(NamedTuple):
     """An update of a value by what a matrix multiplication has made of it.
 
     Attributes:
       node: what computes the new value.
-      base: the node of the old value; -1 for an argument.
+      base: the node of the old value, or one of `_GIVEN`.
       weights: the operands of the multiplications between the old value and the update
         that do not depend on the old value, by name.
       is_state: whether this update alone tells that the value is state.
@@ -172,21 +177,8 @@ def _add_chain(state: set[int], node: int, before: Mapping[int, set[int]]) -> No
         stack += bases
 
 
-def _without(
-    edges: Sequence[list[int]], pairs: Iterable[tuple[int, int]]
-) -> list[list[int]]:
-    """Returns the edges of a graph without some of them."""
-    left = list(edges)
-    for start, end in pairs:
-        left[start] = [n for n in left[start] if n != end]
-    return left
-
-
 class _Walk:
     """Follows values back through a graph.
-
-    Not from one layer of a scan to the one before: each has another weight, and another
-    slice of what it adds.
 
     Attributes:
       sums: what may be an update, of those that `updates` was asked for.
@@ -196,14 +188,15 @@ class _Walk:
         self, graph: Graph, products: set[int], made: set[int], streams: set[int]
     ) -> None:
         self._nodes = graph.nodes
-        layers = [p for loop in graph.loops for p in loop.carries if p[0] in streams]
-        self._predecessors = _without(graph.predecessors(), layers)
-        self._consumers = _without(graph.consumers(), [p[::-1] for p in layers])
+        self._predecessors = graph.predecessors()
+        self._consumers = graph.consumers()
+        self._streams = streams
+        self._loops = {i: loop.nodes for loop in graph.loops for i, _ in loop.carries}
         self._products = products
         self._roots = Roots(graph.nodes)
         self._made = made
         backward = (n.index for n in graph.nodes if is_backward(n))
-        self._after_backward = reached(backward, graph.consumers())
+        self._after_backward = reached(backward, self._consumers)
         self._bases: dict[tuple[int, int, bool], frozenset[int]] = {}
         self._weights = {n: self._weights_of(graph.nodes[n]) for n in products}
         uses = Counter(w for read in self._weights.values() for w in read)
@@ -303,7 +296,8 @@ class _Walk:
             value = whole
         if value.node < 0:
             is_exact = value.constant is None and value.made_of_data
-            found = frozenset({-1}) if is_exact else frozenset()
+            given = _SLICE if value.slice_of else _ARGUMENT
+            found = frozenset({given}) if is_exact else frozenset()
         else:
             found = self._bases[value.node, value.result, functions]
         for key in reversed(picked):
@@ -320,7 +314,7 @@ class _Walk:
                 found |= own
             # The latest of many: what they are bases of goes on as a chain.
             latest = sorted(found)[-_MOST_BASES:]
-            return found & {-1, *latest}
+            return found & {*_GIVEN, *latest}
         return self._moved(node, functions) | own if node.name in SUMS else own
 
     def _carries(self, node: Node, functions: bool) -> bool:
@@ -412,9 +406,9 @@ class _Walk:
         """Returns the update, if `other` depends on the base through a product."""
         is_forward = not is_backward(node)
         is_after = other in self._after_backward
-        if is_forward and is_after and base < 0:
+        if is_forward and is_after and base == _ARGUMENT:
             return Update(node.index, base, frozenset(), True)
-        region = self._region(other, base, node.place.backward)
+        region = self._region(other, base, node)
         if region is None:
             return Update(node.index, base, frozenset(), True)
         inside, crosses = region
@@ -455,12 +449,20 @@ class _Walk:
         return not behind.isdisjoint(products)
 
     def _region(
-        self, start: int, base: int, backward: bool
+        self, start: int, base: int, update: Node
     ) -> tuple[set[int], set[int]] | None:
         """Returns the nodes behind the base that lead to a node, and its gradients.
 
-        None if they are too many.
+        Not those of the iteration before where that has another base, a slice, or
+        other weights, as in a scan over layers. None if they are too many.
         """
+        backward = update.place.backward
+
+        def is_before(index: int, source: int) -> bool:
+            """Whether a node is handed on to a carry of a loop around the update."""
+            is_own = base == _SLICE or index in self._streams
+            return is_own and source > index and update.index in self._loops[index]
+
         inside, crosses = {start}, set()
         stack = [start]
         while stack:
@@ -468,6 +470,8 @@ class _Walk:
             if not backward and is_backward(self._nodes[index]):
                 crosses.add(index)
             for source in self._predecessors[index]:
+                if index in self._loops and is_before(index, source):
+                    continue
                 if source > base and source not in inside:
                     inside.add(source)
                     stack.append(source)
@@ -480,7 +484,7 @@ class _Walk:
         if base >= 0:
             found = {n for n in self._consumers[base] if n in inside}
         else:
-            found = {n for n in inside if _reads_argument(self._nodes[n])}
+            found = {n for n in inside if _reads_given(self._nodes[n], base)}
         return reached(found, self._consumers, inside.__contains__)
 
     def between(self, state: set[int]) -> set[int]:
@@ -489,6 +493,7 @@ class _Walk:
         To one in a backward pass functions are factors, also those of the forward pass.
         """
         found: set[int] = set()
+        ends = {*state, *_GIVEN}
         for index in state:
             is_linear = is_backward(self._nodes[index])
             stack = [v.node for v in self._nodes[index].inputs]
@@ -508,7 +513,7 @@ class _Walk:
                 bases = frozenset().union(*(self._bases.get(k, ()) for k in keys))
                 if node.name in JOINS:  # of the components of a state
                     bases = bases.union(*map(self.bases, node.inputs))
-                if bases & (state | {-1}):
+                if bases & ends:
                     found.add(source)
                     stack.extend(v.node for v in node.inputs)
         return found
@@ -519,8 +524,9 @@ def _contracted(product: Node, value: Value) -> Hashable:
     return value.node, value.argument, value.slice_of, contracted(product, value)
 
 
-def _reads_argument(node: Node) -> bool:
-    return any(v.node < 0 and v.constant is None for v in node.inputs)
+def _reads_given(node: Node, base: int) -> bool:
+    given = [v for v in node.inputs if v.node < 0 and v.constant is None]
+    return any(base == _ARGUMENT or v.slice_of for v in given)
 
 
 def _paths(
