@@ -496,3 +496,96 @@ def test_a_slice_of_a_slice_is_a_weight_of_both_loops(name, is_checkpointed):
             str(v.aval.dtype) for v in outer.outvars if v.aval.shape[1:] == X.shape
         }
         assert stacked == dtypes
+
+
+WIDTH, DEPTH = 64, 4
+
+
+def scanned_network(p, x, start, penalty=None, skips=False):
+    """A residual network, its layers scanned over."""
+
+    def layer(x, p):
+        size = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + f32(1e-6))
+        return x + jax.nn.gelu(x * size @ p["w"]) @ p["u"]
+
+    @jax.checkpoint
+    def down(x, p):
+        y = layer(x, p)
+        return y, (y if penalty is None else penalty(y))
+
+    @jax.checkpoint
+    def up(x, p):
+        return layer(x + p[1], p[0]), None
+
+    x, ys = lax.scan(down, start(p, x), {k: p[k] for k in "wu"})
+    if skips:
+        more = {"w": p["more"][0], "u": p["more"][1]}
+        x, _ = lax.scan(up, x, (more, ys), reverse=True)
+    loss = jnp.mean((x @ p["head"]) ** 2)
+    return loss if penalty is None else loss + jnp.sum(ys)
+
+
+def embedded(p, x):
+    return x @ p["embedding"]
+
+
+def itself(p, x):
+    return x
+
+
+def sgd(loss):
+    def step(p, x):
+        return jax.tree.map(lambda w, g: w + f32(-0.1) * g, p, jax.grad(loss)(p, x))
+
+    return step
+
+
+def epoch(step):
+    return lambda p, xs: lax.scan(lambda p, x: (step(p, x), None), p, xs)[0]
+
+
+def twice(step):
+    return lambda p, xs: step(step(p, xs[0]), xs[1])
+
+
+def until(step):
+    def train(p, xs):
+        def go_on(state):
+            return (jnp.sum(state[0]["head"] ** 2) > 1e-3) & (state[1] < 9)
+
+        return lax.while_loop(
+            go_on, lambda s: (step(s[0], xs[s[1] % 4]), s[1] + 1), (p, 0)
+        )
+
+    return train
+
+
+def of(start=embedded, **options):
+    return lambda p, x: scanned_network(p, x, start, **options)
+
+
+SCANNED = {
+    "an epoch": epoch(sgd(of())),
+    "an epoch, of data": epoch(sgd(of(itself))),
+    "two steps": twice(sgd(of())),
+    "until": until(sgd(of())),
+    "a penalty": lambda p, xs: sgd(of(itself, penalty=lambda y: jnp.mean(y**2)))(
+        p, xs[0]
+    ),
+    "skips": lambda p, xs: sgd(of(skips=True))(p, xs[0]),
+    "skips, of data": lambda p, xs: sgd(of(itself, skips=True))(p, xs[0]),
+}
+
+
+@pytest.mark.parametrize("name", SCANNED)
+def test_a_stream_is_half_whatever_is_around_its_layers(name):
+    """Train steps around them, a penalty on each, another stack's outputs."""
+    matrices = {"embedding": (WIDTH, WIDTH), "head": (WIDTH, 8)}
+    matrices |= dict.fromkeys("wu", (DEPTH, WIDTH, WIDTH))
+    matrices |= {"more": (2, DEPTH, WIDTH, WIDTH)}
+    p = {k: jax.ShapeDtypeStruct(s, f32) for k, s in matrices.items()}
+    xs = jax.ShapeDtypeStruct((4, 256, WIDTH), f32)
+    rewritten = trace(mixed_precision(SCANNED[name], "mixed_bfloat16"), (p, xs))
+    kept = [v.aval for e in eqns(rewritten, "scan") for v in e.outvars]
+    stacked = {str(a.dtype) for a in kept if a.shape == (DEPTH, 256, WIDTH)}
+    assert stacked == {"bfloat16"}
