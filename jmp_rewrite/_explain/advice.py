@@ -211,10 +211,11 @@ def _share(facts: Facts, rows: Sequence[Equation]) -> float:
 
 
 def _left_alone(facts: Facts) -> Iterator[str]:
-    for sentence in facts.left_alone[:_AT_MOST]:
+    sentences = list(dict.fromkeys(map(str, facts.left_alone)))
+    for sentence in sentences[:_AT_MOST]:
         yield f"{sentence}. What it reads and makes is float32."
-    if len(facts.left_alone) > _AT_MOST:
-        more = len(facts.left_alone) - _AT_MOST
+    if len(sentences) > _AT_MOST:
+        more = len(sentences) - _AT_MOST
         yield f"{more} more like it are in report.not_rewritten."
 
 

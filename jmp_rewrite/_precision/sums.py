@@ -60,7 +60,9 @@ def summed_gradients(
     may cancel, as those of a difference of near values do, and the sum is stored in
     float32 anyway. So is what these are made of, in their size, back to the matrix
     multiplications and to the sums that are cotangents themselves. A gradient that is
-    summed over a batch is none of these: there the roundings average out.
+    summed over a batch is none of these: there the roundings average out. One of a
+    single number is, as far as the loss alone has made its terms: in a likelihood they
+    cancel.
 
     Args:
       graph: the program.
@@ -71,8 +73,10 @@ def summed_gradients(
     found: dict[int, int] = {}
     sums = (n for n in graph.nodes if n.name in SUMS and not _scales(n, graph))
     ends = {n.index for n in sums} & useful | products
-    promoted = promoted_nodes(graph, made, products)
+    promoted, consumers = promoted_nodes(graph, made, products), graph.consumers()
     gradients = {v.node for v in graph.results}
+    layers = reached((n for n in products if is_backward(graph.nodes[n])), consumers)
+    loss = {n.index for n in graph.nodes if is_backward(n)} - layers
     for node in reversed(graph.nodes):
         if not is_backward(node):
             gradients.update(v.node for v in node.inputs)
@@ -82,6 +86,8 @@ def summed_gradients(
             if node.name in SUMS and len(terms) > 1 and made.issuperset(terms):
                 follow_back(node, set(terms) | promoted, graph, found, ends, near=True)
                 found.update({n: node.index for n in terms if n not in found})
+            elif node.name == "reduce_sum" and node.size == 1:
+                follow_back(node, loss, graph, found, ends)
     return found
 
 

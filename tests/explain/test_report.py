@@ -179,10 +179,18 @@ def test_advice_on_an_optimizer_with_products(scope):
 
 
 def test_advice_on_unrewritten_bodies():
+    """Each line once, however often it runs, and three of them."""
+
     def fun(x, w):
+        def called(x):
+            return jax.pure_callback(lambda v: v, spec(4096, 4096), x @ w)
+
         for _ in range(5):
-            x = jax.pure_callback(lambda v: v, spec(4096, 4096), x @ w)
-        return x
+            x = called(x)
+        x = jax.pure_callback(lambda v: v, spec(4096, 4096), x @ w)
+        x = jax.pure_callback(lambda v: v, spec(4096, 4096), x @ w)
+        x = jax.pure_callback(lambda v: v, spec(4096, 4096), x @ w)
+        return jax.pure_callback(lambda v: v, spec(4096, 4096), x @ w)
 
     found = advice_on(fun, LARGE, LARGE)
     assert found.count("pure_callback at test_report.py") == 3

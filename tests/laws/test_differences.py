@@ -539,3 +539,42 @@ def test_a_gradient_that_is_computed_again_is_rounded_as_it_was():
         for is_checkpointed in (False, True)
     }
     assert rounded[True] == rounded[False]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_what_a_likelihood_hands_to_one_number_is_unrounded(device):
+    """The fit of a Gaussian process and its determinant pull at scales, and cancel."""
+
+    def network(ws, x):
+        return jnp.tanh(x @ ws[0] + ws[1]) @ ws[2] + ws[3]
+
+    def kernel(ws, p, s, t):
+        s, t = network(ws, s), network(ws, t)
+        squares = jnp.square(s - t).sum()
+        is_zero = squares == 0
+        near = abs(s - t).sum()
+        r = jnp.where(is_zero, near, jnp.sqrt(jnp.where(is_zero, 1, squares)))
+        a = f32(5**0.5) * (r / jnp.exp(p["length"]))
+        return jnp.exp(p["height"]) * ((1 + a + jnp.square(a) / 3) * jnp.exp(-a))
+
+    def fun(ws, p, x, y):
+        def loss(ws, p):
+            of = functools.partial(kernel, ws, p)
+            k = jax.vmap(lambda s: jax.vmap(lambda t: of(s, t))(x))(x)
+            noise = jnp.exp(p["noise"]) * jnp.eye(64, dtype=f32)
+            factor = jnp.linalg.cholesky(k + noise)
+            fit = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
+            return jnp.square(fit).sum() / 2 + jnp.log(jnp.diag(factor)).sum()
+
+        return jax.value_and_grad(loss, (0, 1))(ws, p)
+
+    def draw(rng):
+        ws = normal(rng, 4, 16, scale=0.5), normal(rng, 16, scale=0.1)
+        ws = (*ws, normal(rng, 16, 2, scale=0.25), normal(rng, 2, scale=0.1))
+        p = {"length": f32(0), "height": f32(0), "noise": f32(-2)}
+        return ws, p, normal(rng, 64, 4), normal(rng, 64)
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
+    for verdict in judged.verdicts("mixed_bfloat16", device, rewritten):
+        assert verdict.holds, verdict
