@@ -12,7 +12,9 @@ from jmp_rewrite._graph import (
     Graph,
     Loop,
     Made,
+    Node,
     Value,
+    counts_up,
     is_backward,
     is_drawn,
     reached,
@@ -29,6 +31,9 @@ from jmp_rewrite._rules import COPIES, PICKS, Category
 
 # What takes a part of what it reads.
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
+_ROWS = frozenset({"dynamic_slice", "gather"})
+# Numbers that differ do so behind these, as where Python's negative ones are allowed.
+_COUNTS = MOVES | {"add", "convert_element_type", "lt", "select_n", "sub"}
 # What hands on elements as they were, some left out, repeated or set.
 _COPIES = COPIES | {"carry_out", "dynamic_update_slice", "scatter"}
 
@@ -371,6 +376,24 @@ class _Weight(NamedTuple):
     size: int
 
 
+def _is_row_of(node: Node, loop: Loop) -> bool:
+    """Whether an iteration picks a part by its own number, of what all are given."""
+    if len(node.inputs) != 1 or node.inputs[0].node in loop.nodes:
+        return False
+    left, counts = [v for v in node.others if v is not None], False
+    for value in left:
+        made = value.name if isinstance(value.name, Made) else None
+        if loop.token in value.slice_of:
+            if made is None or made.name != "iota" or not counts_up(made.eqn):
+                return False
+            counts = True
+        elif made is not None and made.name in _COUNTS:
+            left += [v for v in made.operands if v is not None]
+        elif value.constant is None:
+            return False
+    return counts
+
+
 def _layer_products(
     graph: Graph,
     loop: Loop,
@@ -381,10 +404,12 @@ def _layer_products(
 
     What an iteration makes of a slice, and of nothing that it was handed, is that
     slice, unless it is made of others that are larger: weights may be masked,
-    normalized, dequantized or added to. With the products comes, for each of these
+    normalized, dequantized or added to. So is a row that it picks by its own number
+    from an array that all are given. With the products comes, for each of these
     arrays, who reads a slice of it, and how. Parts of a slice are weights of their own.
     """
     moved: dict[int, _Weight] = {}
+    picked: dict[int, Value] = {}  # rows, as slices of what they are rows of
     length = loop.eqn.params["length"]
     consumers, within = graph.consumers(), loop.nodes.__contains__
     carried = reached([received for received, _ in loop.carries], consumers, within)
@@ -400,6 +425,8 @@ def _layer_products(
         return not shared[key]
 
     def found(value: Value) -> _Weight | None:
+        if value.node in picked:
+            value = picked[value.node]
         if loop.token in value.slice_of:
             own = (value.node, value.argument), (), value.size
             return _Weight(*own) if is_own(value) else None
@@ -412,6 +439,10 @@ def _layer_products(
     reads: dict[Hashable, list[tuple[int, Hashable]]] = collections.defaultdict(list)
     for index in loop.nodes:
         node = graph.nodes[index]
+        if node.name in _ROWS and _is_row_of(node, loop):
+            array = node.inputs[0]
+            picked[index] = array.at(node.avals[0], (*array.slice_of, loop.token))
+            continue
         read = [*node.inputs, *(v for v in node.others if v is not None)]
         sources = [s for v in read if (s := found(v)) is not None]
         if categories[index] is Category.ALLOW:

@@ -589,3 +589,25 @@ def test_a_stream_is_half_whatever_is_around_its_layers(name):
     kept = [v.aval for e in eqns(rewritten, "scan") for v in e.outvars]
     stacked = {str(a.dtype) for a in kept if a.shape == (DEPTH, 256, WIDTH)}
     assert stacked == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (lambda given: jnp.arange(12), "bfloat16"),
+        (lambda given: jnp.arange(12) // 2, "float32"),
+        (lambda given: given, "float32"),
+    ],
+    ids=["its own number", "two alike", "any"],
+)
+def test_a_layer_of_a_scan_may_pick_its_weights(rows, dtype):
+    def fun(w, x, given):
+        def layer(x, i):
+            return x + jnp.tanh(x @ w[i]), None
+
+        return lax.scan(layer, x, rows(given))[0] @ w[0]
+
+    args = jnp.ones((12, 16, 16)), X, jnp.arange(12)
+    rewritten = trace(mixed_precision(fun, "mixed_bfloat16"), args)
+    carried = {v.aval for e in eqns(rewritten, "scan") for v in e.outvars}
+    assert {str(a.dtype) for a in carried if a.shape == X.shape} == {dtype}
