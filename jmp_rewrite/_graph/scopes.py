@@ -50,8 +50,7 @@ class Place(NamedTuple):
     Attributes:
       path: the user's scopes, outermost first, joined by "/".
       backward: whether reverse-mode differentiation made the equation.
-      recomputed: whether the backward pass computes it once more (`jax.checkpoint`),
-        and it is none of a gradient that is computed once more.
+      recomputed: whether the backward pass computes it once more (`jax.checkpoint`).
       rewritten: whether an inner `mixed_precision` has decided already.
       full: whether `full_precision` covers it.
       call: the number of the `half_precision` call whose operand or result it casts;
@@ -82,18 +81,12 @@ def _inner_place(outer: Place, elements: tuple[Any, ...], _: Any) -> Place:
     names = [
         part for e in elements if _compat.is_scope(e) for part in e.name.split("/")
     ]
-    backward, recomputed = outer.backward, outer.recomputed
-    for element in elements:
-        if not _compat.is_scope(element):
-            if element.name == "transpose":
-                backward, recomputed = True, False
-        elif _RECOMPUTATION in element.name.split("/"):
-            recomputed = True
+    transforms = [e.name for e in elements if not _compat.is_scope(e)]
     own = [n for n in names if n not in _RECOMPUTED and not n.startswith(_MARKS)]
     return Place(
         "/".join(([outer.path] if outer.path else []) + own),
-        backward,
-        recomputed,
+        outer.backward or "transpose" in transforms,
+        outer.recomputed or _RECOMPUTATION in names,
         outer.rewritten or REWRITTEN in names,
         outer.full or FULL_PRECISION in names,
         max([outer.call, *map(_call_of, names)]),
