@@ -611,3 +611,23 @@ def test_a_layer_of_a_scan_may_pick_its_weights(rows, dtype):
     rewritten = trace(mixed_precision(fun, "mixed_bfloat16"), args)
     carried = {v.aval for e in eqns(rewritten, "scan") for v in e.outvars}
     assert {str(a.dtype) for a in carried if a.shape == X.shape} == {dtype}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SCANNED)
+def test_half_streams_hold_the_law(name, device, policy):
+    def draw(rng):
+        p = {
+            "embedding": normal(rng, WIDTH, WIDTH, scale=WIDTH**-0.5),
+            "head": normal(rng, WIDTH, 8, scale=WIDTH**-0.5),
+            "more": normal(rng, 2, DEPTH, WIDTH, WIDTH, scale=WIDTH**-0.5),
+        }
+        p |= {k: normal(rng, DEPTH, WIDTH, WIDTH, scale=WIDTH**-0.5) for k in "wu"}
+        return p, normal(rng, 4, 64, WIDTH)
+
+    judged = judge(SCANNED[name], draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, policy)
+    for verdict in judged.verdicts(policy, device, rewritten):
+        assert verdict.holds, verdict
