@@ -276,10 +276,9 @@ def _read_by_results(graph: Graph) -> set[int]:
 
 
 def _read_forward(graph: Graph, products: set[int]) -> set[int]:
-    """Returns what leads to a forward pass' product or result, and not through another.
+    """Returns what leads to a forward pass' product or result, with no gradient between.
 
-    Gradients that a forward pass follows, as in meta-learning, are asked by nobody how
-    they were chosen.
+    How that was chosen, a forward pass that follows it, as in meta-learning, asks not.
     """
     nodes = graph.nodes
     forward = [n for n in products if not is_backward(nodes[n])]
