@@ -276,9 +276,10 @@ def _read_by_results(graph: Graph) -> set[int]:
 
 
 def _read_forward(graph: Graph, products: set[int]) -> set[int]:
-    """Returns what leads to a forward pass' product or result, with no gradient between.
+    """Returns what leads to a forward product or result, with no gradient between.
 
-    How that was chosen, a forward pass that follows it, as in meta-learning, asks not.
+    How a gradient was chosen is asked by no forward pass that follows it, as in
+    meta-learning.
     """
     nodes = graph.nodes
     forward = [n for n in products if not is_backward(nodes[n])]
