@@ -330,18 +330,20 @@ def bind(eqn: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def scatter_half(eqn: Any, values: Sequence[Any], never_meet: bool) -> list[Any]:
-    """Emits a scatter that adds nothing up, on half operands.
+def scatter_half(
+    eqn: Any, values: Sequence[Any], never_meet: bool, sets: bool
+) -> list[Any]:
+    """Emits a scatter that adds at most one update to an element, on half operands.
 
     Args:
       eqn: the equation; its jaxpr is of its old dtype.
       values: the operand, the indices and the updates.
-      never_meet: whether the operand is zeros and no two updates meet: then it is a
-        `scatter`. Otherwise, of the values that a `scatter-add` adds up, all but one
-        are zeros.
+      never_meet: whether no two updates meet. Otherwise, of those that a `scatter-add`
+        adds to an element, all but one are zeros.
+      sets: whether the operand is zeros as well: then it is a `scatter`.
     """
     params = eqn.params
-    scatter = lax.scatter if never_meet else _SCATTERS[eqn.primitive.name]
+    scatter = lax.scatter if sets else _SCATTERS[eqn.primitive.name]
     operand, indices, updates = values
     out = scatter(
         operand,

@@ -223,7 +223,8 @@ class Emitter:
             return [Cell(x if x.dtype == dtype else _compat.convert(x, dtype))]
         if eqn.primitive.name in _compat.SCATTERS:
             never_meet = node.name == "scatter-add"  # or it would be float32
-            outs = _compat.scatter_half(eqn, values, never_meet)
+            sets = never_meet and node.literals.get(0) == 0.0
+            outs = _compat.scatter_half(eqn, values, never_meet, sets)
         elif eqn.primitive.name == "reduce_sum" and _is_view(eqn):
             outs = [jax.lax.squeeze(values[0], eqn.params["axes"])]
         else:

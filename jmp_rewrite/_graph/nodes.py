@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import ml_dtypes
@@ -33,6 +33,8 @@ EITHER = frozenset({"carry_in", "join"})
 KERNEL_OPERAND, KERNEL_RESULT = "kernel_operand", "kernel_result"
 # What a dimension counts that is a symbol when a program is exported.
 SYMBOLIC = 64
+
+_T = TypeVar("_T")
 
 
 class Value:
@@ -464,11 +466,15 @@ def _elements(shape: tuple[Any, ...]) -> int:
     return math.prod(d if isinstance(d, int) else SYMBOLIC for d in shape)
 
 
+class _Edges(Protocol[_T]):
+    def __getitem__(self, node: _T, /) -> Iterable[_T]: ...
+
+
 def reached(
-    starts: Iterable[int],
-    edges: Sequence[Sequence[int]],
-    enters: Callable[[int], bool] | None = None,
-) -> set[int]:
+    starts: Iterable[_T],
+    edges: _Edges[_T],
+    enters: Callable[[_T], bool] | None = None,
+) -> set[_T]:
     """Returns these nodes, and those that edges lead to from them.
 
     Args:

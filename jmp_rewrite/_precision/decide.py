@@ -347,6 +347,7 @@ def _is_wide(node: Node, pins: Pins) -> bool:
     if (
         node.name in table.ACCUMULATES
         and pins.categories[node.index] is not Category.CLEAR
+        and not (node.name == "scatter-add" and node.disjoint)
     ):
         return True
     if node.name in _SPREADS and not pins.whole_step:

@@ -195,12 +195,14 @@ def _scatter(node: Node) -> Category | None:
 
 
 def _scatter_add(node: Node) -> Category:
-    """Where no two updates to zeros meet it adds nothing up.
+    """Where no two updates meet it is a sum of two terms, or with zeros none.
 
     So it is with the transpose of `take_along_axis`, with which losses pick a label's
     logit, and of a permutation.
     """
-    return CLEAR if node.disjoint and node.literals.get(0) == 0.0 else DENY
+    if not node.disjoint:
+        return DENY
+    return CLEAR if node.literals.get(0) == 0.0 else INFER
 
 
 def _sum(node: Node) -> Category:

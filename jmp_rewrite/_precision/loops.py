@@ -15,6 +15,7 @@ from jmp_rewrite._graph import (
     Node,
     Value,
     counts_up,
+    elements,
     is_backward,
     is_drawn,
     reached,
@@ -93,7 +94,38 @@ def _activations(graph: Graph, categories: Sequence[Category | None]) -> set[int
         return index not in backward and nodes[index].size > 1
 
     products = {n for n, c in enumerate(categories) if c is Category.ALLOW}
-    return backward | reached(products - backward, graph.consumers(), stays)
+    readers = _readers(graph)
+
+    def enters(reader: int | Made) -> bool:
+        if isinstance(reader, Made):
+            return elements([v.aval for v in reader.eqn.outvars]) > 1
+        return stays(reader)
+
+    found = backward | reached(products - backward, readers, enters)
+    return {n for n in found if not isinstance(n, Made)}
+
+
+def _readers(graph: Graph) -> dict[int | Made, list[int | Made]]:
+    """Returns who reads each node, and each mask or index: a choice is made of both."""
+    readers: dict[int | Made, list[int | Made]] = collections.defaultdict(list)
+    readers.update((n, [*read]) for n, read in enumerate(graph.consumers()))
+    left: list[tuple[Value | None, int | Made]] = [
+        (v, node.index) for node in graph.nodes for v in node.others
+    ]
+    seen: set[Made] = set()
+    while left:
+        value, reader = left.pop()
+        if value is None:
+            continue
+        made = value.name if isinstance(value.name, Made) else None
+        if value.node >= 0:
+            readers[value.node].append(reader)
+        elif made is not None:
+            readers[made].append(reader)
+            if made not in seen:
+                seen.add(made)
+                left += [(v, made) for v in made.operands]
+    return readers
 
 
 def _undone(

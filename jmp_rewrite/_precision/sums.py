@@ -36,15 +36,16 @@ def sums_with_exact(
         return node in after[key]
 
     for node in graph.nodes:
-        if node.name not in ("add", "sub") or node.index not in made:
+        if node.name not in ("add", "scatter-add", "sub") or node.index not in made:
             continue
         if is_backward(node):
             continue
+        scatters = node.name == "scatter-add"
         for value, other in zip(node.inputs, node.inputs[::-1], strict=True):
             is_own = value.made_of_data and source_of(value, graph).size == node.size
             if is_own and is_exact(value, graph, made):
                 found[node.index] = value
-            elif value.node in found and other.size == node.size:
+            elif value.node in found and (scatters or other.size == node.size):
                 exact = found[value.node]
                 if node.index in state or not is_layer(other.node, exact):
                     found.setdefault(node.index, exact)

@@ -591,6 +591,56 @@ def test_a_stream_is_half_whatever_is_around_its_layers(name):
     assert stacked == {"bfloat16"}
 
 
+def to_chosen_experts(x, p):
+    """The best of four experts, chosen and scaled by what a router says."""
+    normed = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + f32(1e-6))
+    probabilities = jax.nn.softmax(normed @ p["w"][:, :4])
+    chosen = jax.nn.one_hot(jnp.argmax(probabilities, -1), 4)
+    gate = jnp.sum(probabilities * chosen, -1, keepdims=True)
+    hidden = jnp.einsum("be,bd,def->bef", chosen, normed, p["w"].reshape(WIDTH, 4, -1))
+    experts = p["u"].reshape(4, -1, WIDTH)
+    return x + gate * jnp.einsum("bef,efd->bd", jax.nn.gelu(hidden), experts)
+
+
+def to_some_rows(x, p):
+    """Half of the rows alone, added to where they stand."""
+    gate, rows = lax.top_k((x @ p["w"])[:, 0], len(x) // 2)
+    picked = x[rows]
+    size = lax.rsqrt(jnp.mean(picked * picked, -1, keepdims=True) + f32(1e-6))
+    made = jax.nn.gelu(picked * size @ p["w"]) @ p["u"]
+    return x.at[rows].add(jax.nn.sigmoid(gate)[:, None] * made)
+
+
+def routed(layer, remat):
+    def loss(p, x):
+        step = jax.checkpoint(layer) if remat else layer
+        layers = {k: p[k] for k in "wu"}
+        x, _ = lax.scan(lambda x, p: (step(x, p), None), x @ p["embedding"], layers)
+        return jnp.mean((x @ p["head"]) ** 2)
+
+    return lambda p, xs: sgd(loss)(p, xs[0])
+
+
+ROUTED = {
+    f"{layer.__name__}, {remat=}": routed(layer, remat)
+    for layer in (to_chosen_experts, to_some_rows)
+    for remat in (False, True)
+}
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_a_stream_is_half_whatever_routes_it(name):
+    """What a router has chosen is no example, and rows that differ add one term."""
+    matrices = {"embedding": (WIDTH, WIDTH), "head": (WIDTH, 8)}
+    matrices |= dict.fromkeys("wu", (DEPTH, WIDTH, WIDTH))
+    p = {k: jax.ShapeDtypeStruct(s, f32) for k, s in matrices.items()}
+    xs = jax.ShapeDtypeStruct((1, 256, WIDTH), f32)
+    rewritten = trace(mixed_precision(ROUTED[name], "mixed_bfloat16"), (p, xs))
+    kept = [v.aval for e in eqns(rewritten, "scan") for v in e.outvars]
+    of_stream = {str(a.dtype) for a in kept if a.shape[-2:] == (256, WIDTH)}
+    assert of_stream == {"bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("rows", "dtype"),
     [
@@ -616,7 +666,7 @@ def test_a_layer_of_a_scan_may_pick_its_weights(rows, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", SCANNED)
+@pytest.mark.parametrize("name", SCANNED | ROUTED)
 def test_half_streams_hold_the_law(name, device, policy):
     def draw(rng):
         p = {
@@ -627,7 +677,7 @@ def test_half_streams_hold_the_law(name, device, policy):
         p |= {k: normal(rng, DEPTH, WIDTH, WIDTH, scale=WIDTH**-0.5) for k in "wu"}
         return p, normal(rng, 4, 64, WIDTH)
 
-    judged = judge(SCANNED[name], draw)
+    judged = judge((SCANNED | ROUTED)[name], draw)
     rewritten = mixed_precision_jaxpr(judged.closed, policy)
     for verdict in judged.verdicts(policy, device, rewritten):
         assert verdict.holds, verdict
