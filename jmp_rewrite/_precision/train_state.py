@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from jmp_rewrite._graph import (
@@ -36,7 +37,7 @@ from jmp_rewrite._graph import (
     is_float32,
     reached,
 )
-from jmp_rewrite._precision.origins import MOVES, Roots
+from jmp_rewrite._precision.origins import MOVES, SMALL, Roots
 from jmp_rewrite._precision.products import contracted
 from jmp_rewrite._rules import ELEMENTWISE, JOINS, SUMS, Category
 
@@ -564,7 +565,10 @@ def _carried(
 
     A rounding there is one in each iteration. Through what nothing denies from
     any carry to any, as an LSTM's hidden state leads to its cell; from a carry to its
-    own next value through anything but a matrix multiplication.
+    own next value through anything but a matrix multiplication. Not through a sum over
+    a batch in a backward pass where the carries are also handed on as they are: so the
+    cotangent of a bias leads to itself in a second derivative of train steps, and what
+    is added up is a gradient.
     """
     carries = [
         (loop, n, received, handed_on)
@@ -578,9 +582,26 @@ def _carried(
     together = {received: 1 << n for _, n, received, _ in carries}
     alone = {received: 1 << k for k, (_, _, received, _) in enumerate(carries)}
     pairs = [(loop, received, handed_on) for loop, _, received, handed_on in carries]
+    in_turn = {i for _, i, o in pairs if not _hands_itself_on(graph, i, o)}
     state = _along(graph, pairs, together, [c in safe for c in categories])
     anything = [c is not Category.ALLOW for c in categories]
-    return state | _along(graph, pairs, alone, anything)
+    return state | _along(graph, pairs, alone, anything, in_turn)
+
+
+def _hands_itself_on(graph: Graph, received: int, handed_on: int) -> bool:
+    """Whether a carry's next value is the old one, moved or scaled, and an update."""
+    nodes, size = graph.nodes, graph.nodes[received].size
+
+    def keeps(index: int) -> bool:
+        node = nodes[index]
+        return node.size == size and node.name in _CARRIES | SUMS | {"carry_out"}
+
+    return handed_on in reached([received], graph.consumers(), keeps)
+
+
+def _sums_over_a_batch(node: Node) -> bool:
+    is_sum = node.name == "reduce_sum" and bool(node.inputs)
+    return is_sum and node.inputs[0].size >= SMALL * node.size
 
 
 def _along(
@@ -588,6 +609,7 @@ def _along(
     carries: Sequence[tuple[Loop, int, int]],
     bits: Mapping[int, int],
     passes: Sequence[bool],
+    in_turn: AbstractSet[int] = frozenset(),
 ) -> set[int]:
     """Returns the nodes between carries of the same bit, in the pass of their loop.
 
@@ -596,8 +618,10 @@ def _along(
       carries: the loop of each, the node that receives it, the one that hands it on.
       bits: the bit of each, by the node that receives it.
       passes: of each node, whether a path leads through it.
+      in_turn: the carries that are made anew in each iteration.
     """
     size = len(graph.nodes)
+    through_sums = 0  # of a backward pass, over a batch
     begins, ends = [0] * size, [0] * size
     of_pass = {False: 0, True: 0}
     for loop, received, handed_on in carries:
@@ -605,10 +629,15 @@ def _along(
         of_pass[loop.place.backward and not loop.place.recomputed] |= bit
         begins[received] |= bit
         ends[handed_on] |= bit
+        if received in in_turn:
+            through_sums |= bit
     follows = [
         of_pass[is_backward(n)] if passes[n.index] and n.avals else 0
         for n in graph.nodes
     ]
+    for node in graph.nodes:
+        if is_backward(node) and _sums_over_a_batch(node):
+            follows[node.index] &= through_sums
     return _between(graph, begins, ends, follows, {})
 
 

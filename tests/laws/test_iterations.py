@@ -641,6 +641,32 @@ def test_a_stream_is_half_whatever_routes_it(name):
     assert of_stream == {"bfloat16"}
 
 
+def through_steps(p, xs):
+    """The gradient through train steps of a scan, of a network with a bias."""
+
+    def loss(p, x):
+        hidden = jax.nn.gelu(x @ p["embedding"] + p["bias"])
+        return jnp.mean((jax.nn.gelu(hidden @ p["w"][0]) @ p["head"]) ** 2)
+
+    def outer(p):
+        step = sgd(loss)
+        p, _ = lax.scan(lambda p, _: (step(p, xs[0]), None), p, None, length=3)
+        return loss(p, xs[1])
+
+    return jax.grad(outer)(p)
+
+
+def test_a_bias_makes_no_state_of_what_its_gradient_is_summed_over():
+    matrices = {"embedding": (WIDTH, WIDTH), "head": (WIDTH, 8), "bias": (WIDTH,)}
+    matrices |= {"w": (DEPTH, WIDTH, WIDTH)}
+    p = {k: jax.ShapeDtypeStruct(s, f32) for k, s in matrices.items()}
+    xs = jax.ShapeDtypeStruct((2, 256, WIDTH), f32)
+    rewritten = trace(mixed_precision(through_steps, "mixed_bfloat16"), (p, xs))
+    kept = [v.aval for e in eqns(rewritten, "scan") for v in e.outvars]
+    stacked = {str(a.dtype) for a in kept if a.shape == (3, 256, WIDTH)}
+    assert stacked == {"bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("rows", "dtype"),
     [
@@ -663,21 +689,25 @@ def test_a_layer_of_a_scan_may_pick_its_weights(rows, dtype):
     assert {str(a.dtype) for a in carried if a.shape == X.shape} == {dtype}
 
 
+HALF_STREAMS = SCANNED | ROUTED | {"through train steps": through_steps}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", SCANNED | ROUTED)
+@pytest.mark.parametrize("name", HALF_STREAMS)
 def test_half_streams_hold_the_law(name, device, policy):
     def draw(rng):
         p = {
             "embedding": normal(rng, WIDTH, WIDTH, scale=WIDTH**-0.5),
             "head": normal(rng, WIDTH, 8, scale=WIDTH**-0.5),
             "more": normal(rng, 2, DEPTH, WIDTH, WIDTH, scale=WIDTH**-0.5),
+            "bias": normal(rng, WIDTH, scale=0.1),
         }
         p |= {k: normal(rng, DEPTH, WIDTH, WIDTH, scale=WIDTH**-0.5) for k in "wu"}
         return p, normal(rng, 4, 64, WIDTH)
 
-    judged = judge((SCANNED | ROUTED)[name], draw)
+    judged = judge(HALF_STREAMS[name], draw)
     rewritten = mixed_precision_jaxpr(judged.closed, policy)
     for verdict in judged.verdicts(policy, device, rewritten):
         assert verdict.holds, verdict
