@@ -10,6 +10,7 @@ from jmp_rewrite._graph.nodes import (
     JOINTS,
     KERNEL_OPERAND,
     KERNEL_RESULT,
+    Count,
     Graph,
     Inner,
     Instance,
@@ -43,6 +44,7 @@ from jmp_rewrite._graph.scopes import (
 )
 
 __all__ = [
+    "Count",
     "EITHER",
     "FLOAT32",
     "FULL_PRECISION",

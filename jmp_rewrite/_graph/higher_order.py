@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jmp_rewrite import _compat
-from jmp_rewrite._graph.nodes import SYMBOLIC, Inner, Loop, Value, is_float32
+from jmp_rewrite._graph.nodes import (
+    SYMBOLIC,
+    Count,
+    Inner,
+    Loop,
+    Value,
+    is_float32,
+)
 from jmp_rewrite._graph.scopes import Place
 from jmp_rewrite._rules import CALLS
 
@@ -89,12 +96,34 @@ def scan(b: Builder, eqn: Any, args: Values, place: Place, trips: int) -> Built:
             for a, v in zip(args[first:], invars[first:], strict=True)
         ),
     ]
+    for n in range(num_consts, first):
+        if _counts(jaxpr, n, n - num_consts, args[n]):
+            inside[n] = Value(invars[n].aval, slice_of=(token,), name=Count(token))
     body, outs = b.use(jaxpr, b.captured(jaxpr), inside, place, trips)
     carry_out = _close(b, carry_in, outs[:num_carry], place, trips)
     stacks, stacked = _stack(b, outs[num_carry:], eqn.outvars[num_carry:], place, trips)
     _loop(b, eqn, place, carry_in, carry_out, token, start)
     results = [*(_made_by(b, node) for node in carry_in), *stacked]
     return Inner("scan", place, (body,), carry_in, carry_out, stacks), results
+
+
+def _counts(jaxpr: Any, parameter: int, result: int, start: Value | None) -> bool:
+    """Whether a carry is a number that each iteration adds one to, as `fori_loop`'s."""
+    body = _compat.open_jaxpr(jaxpr)
+    var, handed_on = body.invars[parameter], body.outvars[result]
+    if start is None or start.constant is None or start.aval.shape:
+        return False
+    if start.aval.dtype.kind not in "iu":
+        return False
+    for eqn in body.eqns:
+        if handed_on in eqn.outvars:
+            steps = [a.val for a in eqn.invars if hasattr(a, "val")]
+            return (
+                eqn.primitive.name == "add"
+                and any(a is var for a in eqn.invars)
+                and steps == [1]
+            )
+    return False
 
 
 def _stack(

@@ -145,6 +145,17 @@ class Made:
         self.drawn = drawn
 
 
+class Count(NamedTuple):
+    """The name of the number of an iteration, which a loop carries.
+
+    Attributes:
+      token: what `Value.slice_of` says of slices of the loop's `xs`: the number is one
+        of `arange`.
+    """
+
+    token: int
+
+
 class Node:
     """What has one precision: an equation, one lane of it, a carry, or a join.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jmp_rewrite._graph import (
     EITHER,
+    Count,
     Graph,
     Loop,
     Made,
@@ -328,6 +329,9 @@ def _is_shared(graph: Graph, slice_: Value, loop: Loop) -> bool:
     def size_of(value: Value) -> int:
         if value.node >= 0:  # anew in each iteration
             node = graph.nodes[value.node]
+            inside_of = [x for x in graph.loops if node.index in x.nodes]
+            if node.name in _ROWS and not any(_is_row_of(node, x) for x in inside_of):
+                return node.size  # it may be the same row each time
             return node.size * max(1, node.trips // times)
         whole = arguments.get(value.argument)  # as large as it was given
         if whole is not None:
@@ -416,9 +420,10 @@ def _is_row_of(node: Node, loop: Loop) -> bool:
     for value in left:
         made = value.name if isinstance(value.name, Made) else None
         if loop.token in value.slice_of:
-            if made is None or made.name != "iota" or not counts_up(made.eqn):
+            is_iota = made and made.name == "iota" and counts_up(made.eqn)
+            counts = isinstance(value.name, Count) or bool(is_iota)
+            if not counts or value.slice_of[-1] != loop.token:
                 return False
-            counts = True
         elif made is not None and made.name in _COUNTS:
             left += [v for v in made.operands if v is not None]
         elif value.constant is None:

@@ -689,7 +689,80 @@ def test_a_layer_of_a_scan_may_pick_its_weights(rows, dtype):
     assert {str(a.dtype) for a in carried if a.shape == X.shape} == {dtype}
 
 
-HALF_STREAMS = SCANNED | ROUTED | {"through train steps": through_steps}
+def numbered(p, xs):
+    def loss(p, x):
+        def layer(i, x):
+            return x + jax.nn.gelu(x @ p["w"][i] + p["bias"]) @ p["u"][i]
+
+        x = lax.fori_loop(0, DEPTH, layer, x @ p["embedding"])
+        return jnp.mean((x @ p["head"]) ** 2)
+
+    return sgd(loss)(p, xs[0])
+
+
+HALF_STREAMS = SCANNED | ROUTED | {"numbered": numbered}
+HALF_STREAMS |= {"through train steps": through_steps}
+
+
+def by_number(layer, start, step):
+    """Layers that a loop numbers itself."""
+
+    def fun(w, x):
+        def body(carry, _):
+            i, x = carry
+            return (i + step, layer(x, w[i])), None
+
+        return lax.scan(body, (start, x), None, length=len(w))[0][1]
+
+    return fun
+
+
+def by_fori_loop(layer):
+    def fun(w, x):
+        return lax.fori_loop(0, len(w), lambda i, x: layer(x, w[len(w) - 1 - i]), x)
+
+    return fun
+
+
+def by_nested_loops(layer):
+    """Twice through the same layers."""
+
+    def again(w, x):
+        return lax.fori_loop(0, 2, lambda _, x: by_fori_loop(layer)(w, x), x)
+
+    return again
+
+
+def residual(x, w):
+    return x + jnp.tanh(x @ w)
+
+
+NUMBERED = {
+    "fori_loop": (by_fori_loop(residual), "bfloat16"),
+    "checkpointed": (by_fori_loop(jax.checkpoint(residual)), "bfloat16"),
+    "a carry": (by_number(residual, 0, 1), "bfloat16"),
+    "a carry, the same": (by_number(residual, 0, 0), "float32"),
+    "nested": (by_nested_loops(residual), "float32"),
+    "nested, checkpointed": (by_nested_loops(jax.checkpoint(residual)), "float32"),
+}
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("name", NUMBERED)
+def test_a_loop_may_number_its_layers(name, differentiated):
+    run, dtype = NUMBERED[name]
+
+    def loss(w, x):
+        return jnp.mean((run(w, x @ w[0]) @ w[0]) ** 2)
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    fun = step if differentiated else loss
+    args = jnp.ones((12, 16, 16)), jnp.ones((8, 16))
+    rewritten = trace(mixed_precision(fun, "mixed_bfloat16"), args)
+    kept = [v.aval for e in eqns(rewritten, "scan") for v in e.outvars]
+    assert {str(a.dtype) for a in kept if a.shape == (8, 16)} == {dtype}
 
 
 @pytest.mark.slow
