@@ -118,6 +118,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         pins.trained = origins.trained_arguments(graph, state)
         solved = solvers.inside_solvers(graph, products, state)
         _pin_all(pins, dict.fromkeys(solved - products, SOLVER))
+        solved |= solvers.equal_products(graph, products, solved)
         ours = whole_step.optimizer_products(graph, pins.categories, state)
         _pin_all(pins, dict.fromkeys(ours, "full: a product of the optimizer"))
         products = pins.products()

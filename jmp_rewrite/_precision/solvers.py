@@ -12,7 +12,7 @@ no other loop runs its lines again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 
 from jmp_rewrite import _compat
 from jmp_rewrite._graph import Graph, Loop, is_backward
+from jmp_rewrite._precision.origins import Roots
 from jmp_rewrite._rules import COMPARISONS, held_jaxprs
 from jmp_rewrite._source import Lines
 
@@ -55,6 +56,25 @@ def inside_solvers(graph: Graph, products: set[int], state: set[int]) -> set[int
         if again or not holds_both:
             inside.update(loop.nodes, *again)
     return inside
+
+
+def equal_products(graph: Graph, products: set[int], solved: set[int]) -> set[int]:
+    """Returns the matrix multiplications that a solver computes as well.
+
+    What is made of them and of what the solver has come to, as a plan of transport of
+    its potentials, fits together if they are the same numbers.
+    """
+    inside = products & solved
+    if not inside:
+        return set()
+    roots = Roots(graph.nodes)
+
+    def name(index: int) -> Hashable:
+        node = graph.nodes[index]
+        return str(node.eqn.params), tuple(map(roots.root, node.inputs))
+
+    known = {name(index) for index in inside}
+    return {index for index in products if name(index) in known}
 
 
 def _passes(graph: Graph, nodes: Iterable[int]) -> set[bool]:

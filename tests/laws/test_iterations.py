@@ -248,6 +248,55 @@ def test_as_many_iterations_as_a_weight_has_rows(spread):
         assert verdict.holds, verdict
 
 
+EPSILON = f32(0.2)
+
+
+def cost_of_transport(z, y):
+    """Squared distances of f32[n, d] and f32[m, d], expanded."""
+    norms = jnp.sum(z * z, -1)[:, None] + jnp.sum(y * y, -1)
+    return norms - f32(2) * z @ y.T
+
+
+def potentials(z, y):
+    """Sinkhorn's, by iterations that compute the cost themselves."""
+
+    def iterate(state):
+        _, g, _, n = state
+        cost = cost_of_transport(z, y)
+        f = -EPSILON * jax.nn.logsumexp((g - cost) / EPSILON, 1)
+        new = -EPSILON * jax.nn.logsumexp((f[:, None] - cost) / EPSILON, 0)
+        return f, new, jnp.max(jnp.abs(new - g)), n + 1
+
+    start = jnp.zeros(len(z)), jnp.zeros(len(y)), f32(1), 0
+    return lax.while_loop(lambda s: (s[2] > 1e-3) & (s[3] < 100), iterate, start)[:2]
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_what_a_solver_has_come_to_fits_what_is_computed_behind_it(is_returned, policy):
+    """A plan is that of its potentials: both of one cost, whoever computes it."""
+
+    def loss(p, x, y):
+        z = jnp.tanh(x @ p["a"]) @ p["b"]
+        f, g = map(lax.stop_gradient, potentials(lax.stop_gradient(z), y))
+        plan = jnp.exp((f[:, None] + g - cost_of_transport(z, y)) / EPSILON)
+        value = jnp.mean(f) + jnp.mean(g) - EPSILON * jnp.mean(plan)
+        return value, (plan if is_returned else ())
+
+    def step(p, x, y):
+        value, grads = jax.value_and_grad(loss, has_aux=True)(p, x, y)
+        return value, jax.tree.map(lambda w, g: w + f32(-1e-3) * g, p, grads), grads
+
+    def draw(rng):
+        p = {"a": normal(rng, 4, 32, scale=0.5), "b": normal(rng, 32, 3, scale=0.2)}
+        return p, normal(rng, 32, 4), normal(rng, 32, 3)
+
+    judged = judge(step, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, policy)
+    for verdict in judged.verdicts(policy, "cuda", rewritten):
+        assert verdict.holds, verdict
+
+
 VARIED = {
     "scaled": lambda w, t: w * t,
     "picked": lambda w, t: jnp.stack([w, w * f32(0.9)])[(3 * t).astype(int) % 2],
