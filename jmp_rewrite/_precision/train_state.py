@@ -39,7 +39,7 @@ from jmp_rewrite._graph import (
 )
 from jmp_rewrite._precision.origins import MOVES, SMALL, Roots
 from jmp_rewrite._precision.products import contracted
-from jmp_rewrite._rules import ELEMENTWISE, JOINS, SUMS, Category
+from jmp_rewrite._rules import COPIES, ELEMENTWISE, JOINS, SUMS, Category
 
 # Arithmetic that makes a new value of an old one and an update.
 _SCATTERS = frozenset({"scatter-add", "scatter-sub"})
@@ -124,14 +124,40 @@ def train_state(
       made: the nodes that have one upstream.
       streams: carries that are the residual streams of scans over layers.
     """
+    updated = {
+        i for loop in graph.loops for i in updated_carries(graph, loop)
+    } - streams
     walk = _Walk(graph, products, made, streams)
     updates = [u for node in graph.nodes for u in walk.updates(node)]
-    carried = {i for loop in graph.loops for i, _ in loop.carries} - streams
-    state = _chains(updates, carried) | (_undone(updates) & walk.sums)
+    state = _chains(updates, updated) | (_undone(updates) & walk.sums)
     layers = {u.node for u in updates if u.depends} - state
     state |= walk.between(state)
     state |= _paths(graph, categories, layers)
-    return state | _carried(graph, categories, streams)
+    return state | _carried(graph, categories, updated)
+
+
+def updated_carries(graph: Graph, loop: Loop) -> set[int]:
+    """Returns the carries that an iteration computes anew: others are only moved.
+
+    So the keys and values of ring attention go from device to device, and parameters
+    may be handed on as they are.
+    """
+
+    def origin(index: int) -> int:
+        while index not in received and index in loop.nodes:
+            node = graph.nodes[index]
+            sources = {v.node for v in node.inputs if v.made_of_data}
+            if node.name not in COPIES | {"carry_out"} or len(sources) != 1:
+                break
+            (index,) = sources
+        return index
+
+    received = {carry for carry, _ in loop.carries}
+    origins = {carry: origin(handed_on) for carry, handed_on in loop.carries}
+    updated = {carry for carry, of in origins.items() if of not in received}
+    while more := {c for c, of in origins.items() if of in updated} - updated:
+        updated |= more
+    return updated
 
 
 def _chains(updates: Sequence[Update], carried: set[int]) -> set[int]:
@@ -559,9 +585,9 @@ def _paths(
 
 
 def _carried(
-    graph: Graph, categories: Sequence[Category | None], streams: set[int]
+    graph: Graph, categories: Sequence[Category | None], updated: set[int]
 ) -> set[int]:
-    """Returns the nodes between a loop's carries in and out.
+    """Returns the nodes between the carries in and out of loops that update them.
 
     A rounding there is one in each iteration. Through what nothing denies from
     any carry to any, as an LSTM's hidden state leads to its cell; from a carry to its
@@ -574,7 +600,7 @@ def _carried(
         (loop, n, received, handed_on)
         for n, loop in enumerate(graph.loops)
         for received, handed_on in loop.carries
-        if received not in streams
+        if received in updated
     ]
     if not carries:
         return set()

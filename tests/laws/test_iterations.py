@@ -248,6 +248,42 @@ def test_as_many_iterations_as_a_weight_has_rows(spread):
         assert verdict.holds, verdict
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    ("hand_on", "dtype"),
+    [
+        (lambda k, v: (k[::-1], v[::-1]), "half"),
+        (lambda k, v: (v, k[::-1]), "half"),
+        (lambda k, v: (v, 0.5 * k), "float32"),
+    ],
+    ids=["moved", "exchanged", "scaled"],
+)
+def test_a_carry_that_is_only_moved_is_no_state(hand_on, dtype, policy):
+    """As the keys and values that ring attention sends from device to device."""
+
+    def fun(w, x):
+        q, k, v = jnp.split(x @ w, 3, -1)
+
+        def attend(carry, _):
+            k, v, total = carry
+            total = total + jax.nn.softmax(q @ k.T) @ v
+            return (*hand_on(k, v), total), None
+
+        return lax.scan(attend, (k, v, jnp.zeros_like(q)), None, length=4)[0][2]
+
+    def draw(rng):
+        return normal(rng, 16, 48, scale=0.25), normal(rng, 32, 16)
+
+    judged = judge(fun, draw)
+    rewritten = mixed_precision_jaxpr(judged.closed, policy)
+    (loop,) = eqns(rewritten, "scan")
+    expected = policy.removeprefix("mixed_") if dtype == "half" else dtype
+    found = sorted(str(v.aval.dtype) for v in loop.outvars)
+    assert found == sorted([expected, expected, "float32"])
+    for verdict in judged.verdicts(policy, "cuda", rewritten):
+        assert verdict.holds, verdict
+
+
 EPSILON = f32(0.2)
 
 
