@@ -129,6 +129,19 @@ def with_body(jaxpr: Any, **fields: Any) -> Any:
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)  # JAX < 0.11: two kinds
 
 
+def without_dead_code(closed: Any) -> Any:
+    """Returns a closed jaxpr without what no result depends on, inside of loops too.
+
+    It takes the same arguments and holds the same effects, as under `jax.jit`.
+    """
+    from jax._src.interpreters import partial_eval
+
+    body = open_jaxpr(closed)
+    read = [True] * len(body.outvars)
+    new, _ = partial_eval.dce_jaxpr(body, read, instantiate=True)
+    return new if body is closed else closed.replace(jaxpr=new)  # JAX < 0.11
+
+
 def with_name_stack(eqn: Any, elements: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns an equation with other name-stack elements and parameters."""
     stack = type(eqn.source_info.name_stack)(tuple(elements))

@@ -4,6 +4,7 @@ from jmp_rewrite._graph import build, nodes, region
 from jmp_rewrite._graph.distinct import counts_up, is_as_wide
 from jmp_rewrite._graph.equal import computed_once, stops_gradients
 from jmp_rewrite._graph.half import compute_dtype, half_precision, has_half_precision
+from jmp_rewrite._graph.live import live
 from jmp_rewrite._graph.nodes import (
     EITHER,
     HALVES,
@@ -81,6 +82,7 @@ __all__ = [
     "is_drawn_anew",
     "is_float32",
     "is_half",
+    "live",
     "matched",
     "nodes",
     "plain",

@@ -14,6 +14,7 @@ from jmp_rewrite._graph import (
     Region,
     build,
     computed_once,
+    live,
     matched,
     nodes,
     plain,
@@ -122,7 +123,7 @@ def _decide(
         dtype = policy.compute_dtype
         return build.build(closed, is_opaque, place, by_path, by_sign, dtype)
 
-    closed = plain(closed)
+    closed = live(plain(closed))
 
     def unmerged() -> _plan.Plan:
         own = closed, policy, place, arguments, results

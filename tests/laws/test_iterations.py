@@ -5,6 +5,8 @@ the state is moved or what function of it is updated; but a network is none, who
 layers have weights of their own.
 """
 
+from collections import Counter
+
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -246,6 +248,43 @@ def test_as_many_iterations_as_a_weight_has_rows(spread):
     rewritten = mixed_precision_jaxpr(judged.closed, "mixed_bfloat16")
     for verdict in judged.verdicts("mixed_bfloat16", "cuda", rewritten):
         assert verdict.holds, verdict
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_nobody_reads_decides_nothing(is_inside):
+    """A sampler inside of the loss, where JAX stacks what no backward pass reads."""
+
+    def energy(p, x):
+        def layer(x, w):
+            size = lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + f32(1e-6))
+            return x + jax.nn.gelu(x * size @ w), None
+
+        return (lax.scan(layer, x @ p["in"], p["w"])[0] @ p["out"])[:, 0]
+
+    def sample(p, z, noise):
+        def step(z, e):
+            return z - 0.1 * jax.grad(lambda z: energy(p, z).sum())(z) + 0.05 * e, None
+
+        return lax.stop_gradient(lax.scan(step, z, noise)[0])
+
+    def step(p, x, z, noise):
+        outside = None if is_inside else sample(p, z, noise)
+
+        def loss(p):
+            z_ = sample(p, z, noise) if is_inside else outside
+            return energy(p, x).mean() - energy(p, z_).mean()
+
+        return jax.grad(loss)(p)
+
+    x = jax.ShapeDtypeStruct((64, 32), f32)
+    shapes = {"in": (32, 32), "w": (4, 32, 32), "out": (32, 1)}
+    p = {k: jax.ShapeDtypeStruct(s, f32) for k, s in shapes.items()}
+    noise = jax.ShapeDtypeStruct((5, 64, 32), f32)
+    rewritten = trace(mixed_precision(step, "mixed_bfloat16"), (p, x, x, noise))
+    kept = [v.aval for e in eqns(rewritten, "scan") for v in e.outvars]
+    assert {str(a.dtype) for a in kept if a.shape == (4, 64, 32)} == {"bfloat16"}
+    carried = Counter(str(a.dtype) for a in kept if a.shape == (64, 32))
+    assert carried["float32"] == 1  # the samples themselves
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
