@@ -42,7 +42,7 @@ from jmp_rewrite._precision.pins import (
     SUMMED,
     Pins,
 )
-from jmp_rewrite._precision.products import exact_products
+from jmp_rewrite._precision.products import exact_products, first_layers
 from jmp_rewrite._precision.shares import summed_along
 from jmp_rewrite._precision.sharp import read_sharply
 from jmp_rewrite._precision.signs import nonnegative
@@ -114,7 +114,11 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     _pin_all(pins, dict.fromkeys(state, STATE), blame)
     _full_carries(graph, pins, streams)
     solved: set[int] = set()
+    layers: set[int] = set()
     if pins.whole_step:
+        layers = first_layers(graph, pins.full) - state
+        made |= origins.made_by(layers, graph)
+        pins.rounds_after |= layers
         pins.trained = origins.trained_arguments(graph, state)
         solved = solvers.inside_solvers(graph, products, state)
         _pin_all(pins, dict.fromkeys(solved - products, SOLVER))
@@ -123,7 +127,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         _pin_all(pins, dict.fromkeys(ours, "full: a product of the optimizer"))
         products = pins.products()
     small = statistics(graph, pins.categories)
-    _pin_read_unrounded(graph, pins, products, made, small)
+    _pin_read_unrounded(graph, pins, products, layers, made, small)
     decays = loops.decays(graph, products, made, streams)
     _pin_all(pins, dict.fromkeys(decays, DECAY), decays)
     pins.decays = frozenset(decays)
@@ -181,17 +185,23 @@ def _pin_all(
 
 
 def _pin_read_unrounded(
-    graph: Graph, pins: Pins, products: set[int], made: set[int], small: set[int]
+    graph: Graph,
+    pins: Pins,
+    products: set[int],
+    layers: set[int],
+    made: set[int],
+    small: set[int],
 ) -> None:
     """Pins what is read by code that multiplies an error."""
-    layered = nonlinearities(graph, products, made)
+    makers = products | layers
+    layered = nonlinearities(graph, makers, made)
     ends = origins.gradients(graph, products)
-    sharp = read_sharply(graph, products, pins.out_of_range, layered, ends)
+    sharp = read_sharply(graph, makers, pins.out_of_range, layered, ends)
     contrasts = contrasted(graph)
     positive = nonnegative(graph)
     shares = summed_along(graph, positive)
     found = differences(
-        graph, products, made, small, ends, contrasts.keys(), shares, positive
+        graph, makers, made, small, ends, contrasts.keys(), shares, positive
     )
     pins.shares = frozenset().union(*shares.values())
     pins.contrasts = frozenset(products & set().union(*contrasts.values()))

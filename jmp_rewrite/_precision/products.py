@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -19,11 +20,13 @@ from jmp_rewrite._graph import (
 )
 from jmp_rewrite._precision.origins import is_indicator, is_zero, thresholded
 from jmp_rewrite._precision.phases import products_of_phases
+from jmp_rewrite._precision.terms import source_of
 from jmp_rewrite._rules import PRODUCTS, Category
 
 # A multiplication that adds up no more than this many terms is arithmetic, unless its
 # operands are so large beside its result that half ones save bytes.
 SHORT = 4
+_FEW_TERMS = f"full: a sum of no more than {SHORT} products of exact values"
 
 # Precisions of a product that ask for no more than the default.
 _NO_REQUEST = frozenset({"NONE", "DEFAULT", "FASTEST", "BFLOAT16"})
@@ -136,7 +139,7 @@ def _of_exact_values(graph: Graph, candidates: set[int]) -> dict[int, str]:
         if ones:
             why[n] = "full: it copies, counts or selects exact values"
         elif is_short(nodes[n]):
-            why[n] = f"full: a sum of no more than {SHORT} products of exact values"
+            why[n] = _FEW_TERMS
     cotangents = {n.index for n in nodes if is_backward(n)}
     made = reached(candidates - why.keys(), consumers) | cotangents
     while True:
@@ -146,6 +149,40 @@ def _of_exact_values(graph: Graph, candidates: set[int]) -> dict[int, str]:
         made |= reached(of_made, consumers)
         for node in of_made:
             del why[node]
+
+
+def first_layers(graph: Graph, why: Sequence[str | None]) -> set[int]:
+    """Returns the layers whose inputs are so few that they are computed in float32.
+
+    As the first one of a network of coordinates, or of a small state: a weight is an
+    operand, of which a backward pass makes a gradient of its size, and the result is
+    larger than both operands. It is an activation, as that of any other layer.
+
+    Args:
+      graph: the program, a whole step.
+      why: of each node the reason why it is float32.
+    """
+    found: set[int] = set()
+    nodes = graph.nodes
+    short = [n for n in nodes if why[n.index] == _FEW_TERMS and not is_backward(n)]
+    gradients = [n for n in nodes if n.name in PRODUCTS and is_backward(n)]
+    sizes: dict[Hashable, set[int]] = {}
+    for node in gradients if short else ():
+        for value in node.inputs:
+            sizes.setdefault(_origin(value, graph), set()).add(node.size)
+    for node in short:
+        if 2 * max(v.size for v in node.inputs) <= node.size:
+            for data, weight in itertools.permutations(node.inputs, 2):
+                origin = _origin(data, graph)
+                if origin != _origin(weight, graph):
+                    if weight.size in sizes.get(origin, ()):
+                        found.add(node.index)
+    return found
+
+
+def _origin(value: Value, graph: Graph) -> Hashable:
+    source = source_of(value, graph)
+    return source.node, source.argument
 
 
 def contracted(product: Node, value: Value) -> str:

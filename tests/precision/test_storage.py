@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend import core as jex
 from programs import normal, weights
 
-from jmp_rewrite import _compat, mixed_precision, use_passes
+from jmp_rewrite import _compat, explain, mixed_precision, use_passes
 from jmp_rewrite._passes.by_device import Where, by_device
 
 T, D = 16, 32  # tokens and features; 48 is the width of the hidden layer
@@ -598,6 +598,43 @@ def test_the_cotangents_of_windows_are_stored(window):
     ]
     expected = "bfloat16" if window > 1 else "float32"
     assert {d for e in shares for d in dtypes_out(e)} == {expected}
+
+
+@pytest.mark.parametrize("policy", HALF)
+@pytest.mark.parametrize("inputs", [1, 2, 4, 5])
+def test_a_layer_of_few_inputs_makes_an_activation(inputs, policy):
+    """Its operands are read in float32, but what is stored of it is half."""
+
+    def loss(params, x):
+        w1, b, w2, w3 = params
+        return jnp.mean((jax.nn.gelu(jax.nn.gelu(x @ w1 + b[None]) @ w2) @ w3) ** 2)
+
+    args = (normal(inputs, 256), normal(256), normal(256, 256), normal(256, 8))
+    report = explain(jax.grad(loss), policy)(args, normal(512, inputs))
+    rows = [r for r in report.equations if r.primitive == "dot_general"]
+    first = next(r for r in rows if r.phase == "forward")
+    assert first.dtype == ("float32" if inputs <= 4 else policy.removeprefix("mixed_"))
+    if policy == "mixed_bfloat16":  # in float16 a gelu keeps a float32 value
+        assert report.residual_bytes < 0.52 * report.residual_bytes_before
+    else:
+        assert report.residual_bytes < 0.67 * report.residual_bytes_before
+
+
+@pytest.mark.parametrize("policy", HALF)
+def test_arithmetic_of_coordinates_makes_no_activation(policy):
+    """A rotation that is learned, and distances between points, stay float32."""
+
+    def loss(params, x):
+        turn, w = params
+        x = x @ turn
+        return jnp.mean((jnp.exp(-2 * (x @ x.T)) @ w) ** 2)
+
+    args = normal(3, 3), normal(64, 8)
+    report = explain(jax.grad(loss), policy)(args, normal(64, 3))
+    rows = [r for r in report.equations if r.primitive == "dot_general"]
+    short = [r for r in rows if r.phase == "forward"][:2]
+    assert all("no more than 4" in r.reason for r in short)
+    assert not any("rounded" in r.reason for r in short)
 
 
 @pytest.mark.parametrize("name", ["top_k", "sort", "tanh"])
