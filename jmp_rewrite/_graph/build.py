@@ -36,6 +36,7 @@ from jmp_rewrite._graph.nodes import (
     is_drawn,
     is_drawn_anew,
     is_float32,
+    is_half,
     reads_float32,
 )
 from jmp_rewrite._graph.scopes import TOP, Place, inner_place
@@ -399,7 +400,8 @@ class Builder:
             )
         elif name == "reduce_window_sum":
             node.disjoint = windows_are_disjoint(eqn, self._made_by)
-        data = data or name in MAKES_DATA
+        of_half = not inputs and any(is_half(v.aval) for v in eqn.invars)
+        data = data or of_half or name in MAKES_DATA
         return index, [
             Value(v.aval, index, number, made_of_data=data, result=i)
             if number is not None or is_float32(v.aval)

@@ -16,7 +16,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jmp_rewrite._graph import JOINTS, KERNEL_OPERAND, KERNEL_RESULT, Node, is_half
+from jmp_rewrite._graph import (
+    JOINTS,
+    KERNEL_OPERAND,
+    KERNEL_RESULT,
+    Node,
+    is_backward,
+    is_half,
+)
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision.products import request
 from jmp_rewrite._rules import Category, table
@@ -172,8 +179,10 @@ def _convert(node: Node) -> Category | None:
         return CLEAR if node.inputs and is_half(after) else DENY
     if before.dtype == np.float32 or before.dtype == np.bool_:
         return CLEAR  # 0 and 1 are exact
-    if is_half(before) and node.given:
-        return CLEAR  # a program's half argument; nobody asked for more digits of it
+    if is_half(before) and (node.given or is_backward(node)):
+        # A program's half argument, or the cotangent of a cast to half: nobody asked
+        # for more digits of it.
+        return CLEAR
     return DENY  # integers above 256 round; what was half the user wants full
 
 

@@ -600,6 +600,33 @@ def test_the_cotangents_of_windows_are_stored(window):
     assert {d for e in shares for d in dtypes_out(e)} == {expected}
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_the_cotangent_of_a_cast_to_half_asks_for_no_float32(back):
+    """Who casts logits down saves memory; JAX casts their cotangent up."""
+
+    def loss(w, x):
+        logits = (jnp.tanh(x @ w) @ w).astype(jnp.bfloat16)
+        logits = logits.astype(jnp.float32) if back else logits
+        return jnp.mean(jax.nn.logsumexp(logits, -1))
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    report = explain(step, "mixed_bfloat16")(normal(D, D), normal(T, D))
+    assert report.half_flops == 1
+
+
+def test_a_cast_to_float32_in_a_layer_is_obeyed():
+    def loss(w, x):
+        h = (x @ w).astype(jnp.bfloat16)
+        return jnp.mean((jnp.tanh(h).astype(jnp.float32) @ w) ** 2)
+
+    report = explain(jax.grad(loss), "mixed_bfloat16")(normal(D, D), normal(T, D))
+    rows = [r for r in report.equations if r.primitive == "dot_general"]
+    full = [r for r in rows if r.reason == "full: an operand was cast to float32"]
+    assert {r.phase for r in full} == {"forward", "backward"}
+
+
 @pytest.mark.parametrize("policy", HALF)
 @pytest.mark.parametrize("inputs", [1, 2, 4, 5])
 def test_a_layer_of_few_inputs_makes_an_activation(inputs, policy):
