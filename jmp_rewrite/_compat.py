@@ -435,6 +435,14 @@ def is_concrete(x: Any) -> bool:
     return concrete and x.is_fully_addressable
 
 
+def placed_like(x: Any, like: Any) -> Any:
+    """Returns an array placed as another one, along explicit axes of a mesh."""
+    sharding = jax.typeof(like).sharding
+    if jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
 def is_being_differentiated(x: Any) -> bool:
     """Whether a value is being differentiated, maybe inside of a `vmap`."""
     while type(x).__name__ == "BatchTracer":

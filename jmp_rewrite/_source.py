@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 from jmp_rewrite import _compat
@@ -49,6 +50,8 @@ def check_kind(fun: Any, by: str) -> None:
     what = ""
     if inspect.isclass(fun) and any("__call__" in vars(c) for c in fun.__mro__):
         what = "class, whose objects are called: decorate its method __call__"
+    elif inspect.isclass(fun) and not _is_container(fun):
+        what = "class: decorate the methods that compute"
     elif isinstance(fun, staticmethod):
         what = f"static method: put @staticmethod above @{by}"
     elif isinstance(fun, classmethod):
@@ -59,6 +62,11 @@ def check_kind(fun: Any, by: str) -> None:
         what = "coroutine, which runs after the call: decorate what it calls"
     if what:
         raise TypeError(f"{by} expected a function, got {name_of(fun)}, a {what}.")
+
+
+def _is_container(kind: type) -> bool:
+    """Whether a class makes a container of what it is given, as a named tuple."""
+    return issubclass(kind, (tuple, list, dict)) or is_dataclass(kind)
 
 
 def name_of(fun: Any) -> str:

@@ -149,6 +149,9 @@ def mixed_precision(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         chosen = as_policy(fixed)
         arguments = static.hide(args, kwargs)
+        around = region.current()
+        if around is not None and around.policy == chosen and not around.full:
+            return fun(*args, **kwargs)  # what is around it decides the same, of more
         if chosen.compute_dtype == np.float32:
             if chosen.name == "auto":
                 _log_auto()
@@ -245,10 +248,15 @@ class _EagerCalls:
         self._number += 1
         if self._number == 2:
             name = name_of(self._fun).rpartition("<locals>.")[2]
+            advice = (
+                "put @jax.jit above @mixed_precision, or write "
+                f"jax.jit(mixed_precision({name}))"
+            )
+            if "." in name:  # a method: its object is no array
+                advice = "jit what calls it, a function of arrays"
             warnings.warn(
                 f"mixed_precision traces {name} again at each call, because it is "
-                "called outside of jax.jit: put @jax.jit above @mixed_precision, or "
-                f"write jax.jit(mixed_precision({name}))",
+                f"called outside of jax.jit: {advice}",
                 stacklevel=user_level(),
             )
 

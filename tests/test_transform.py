@@ -238,12 +238,21 @@ class Called:
         return x
 
 
+class Computes:
+    def __init__(self, w):
+        self.w = w
+
+    def apply(self, x):
+        return x @ self.w
+
+
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
         (generator, "generator, which runs after the call"),
         (coroutine, "coroutine, which runs after the call"),
         (Called, "class, whose objects are called: decorate its method __call__"),
+        (Computes, "class: decorate the methods that compute"),
         (staticmethod(f), "static method: put @staticmethod above"),
     ],
 )
@@ -572,6 +581,39 @@ def test_eager_calls_trace_each_time_and_the_second_is_heard(inside):
         half(X, W)
     assert [w.filename for w in heard] == [__file__]
     assert inside is jax.jit or len(calls) == 3
+
+
+def test_an_eager_method_is_told_to_jit_what_calls_it():
+    class Model:
+        @mixed_precision("mixed_bfloat16")
+        def apply(self, x):
+            return x @ W
+
+    model = Model()
+    model.apply(X)
+    with pytest.warns(UserWarning, match=r"Model.apply .* jit what calls it"):
+        model.apply(X)
+
+
+def test_an_equal_policy_inside_decides_nothing():
+    """What is around it sees both passes, and decides the same."""
+
+    def step(block):
+        def loss(w):
+            return jnp.mean(block(block(X, w), w) ** 2)
+
+        return lambda w: w - 0.1 * jax.grad(loss)(w)
+
+    def block(x, w):
+        return jnp.tanh(x @ w)
+
+    w = jnp.eye(X.shape[1])
+    inside = mixed_precision(block, "mixed_bfloat16")
+    expected = jax.make_jaxpr(mixed_precision(step(block), "mixed_bfloat16"))(w)
+    found = jax.make_jaxpr(mixed_precision(step(inside), "mixed_bfloat16"))(w)
+    assert str(found) == str(expected)
+    other = jax.make_jaxpr(mixed_precision(step(inside), "mixed_float16"))(w)
+    assert "bf16" in str(other) and "f16[" not in str(other).replace("bf16[", "")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from jmp_rewrite._inference.places import (
     result_leaves,
 )
 from jmp_rewrite._policy import Policy, PolicyLike, as_policy
-from jmp_rewrite._precision import Label, Plan, lookups
+from jmp_rewrite._precision import NO_PRODUCT, Label, Plan, lookups
 from jmp_rewrite._source import check_kind, name_of, user_level, where
 
 P = ParamSpec("P")
@@ -705,11 +705,12 @@ class _Reasons:
             is_state = self._program.leaves[leaf].kind == STATE
             return "it is returned" + (" by another result" if is_state else "")
         key = (eqn.primitive.name, id(eqn.source_info.traceback))
-        why = (self._why.get(key) or "").removeprefix("full: ")
+        reason = self._why.get(key) or ""
+        why = reason.removeprefix("full: ")
         said = f"{eqn.primitive.name} reads it unrounded at {where(eqn)}"
         said += f" ({why})" if why else ""
         if self._program.is_widened(leaf):
             return f"stored for another call; here {said}"
-        if leaf in self._tables:
+        if leaf in self._tables and reason != NO_PRODUCT:
             said += '; a scope "half" that names it would store it in half'
         return said

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_rewrite import _compat
 from jmp_rewrite._source import UNSCALED
 
 
@@ -48,7 +49,8 @@ def select(pred: jax.Array, new: Any, old: Any) -> Any:
     def leaf(new: Any, old: Any) -> Any:
         if not (is_array(new) and is_array(old)):
             return new
-        return lax.select(pred, as_dtype_of(new, old), as_dtype_of(old, old))
+        new, old = as_dtype_of(new, old), as_dtype_of(old, old)
+        return lax.select(pred, new, _compat.placed_like(old, new))
 
     return jax.tree.map(leaf, new, old)
 

@@ -290,6 +290,7 @@ def _agree(finite: jax.Array, axis_name: Any) -> jax.Array:
     if axis_name is None:
         return finite
     try:
+        lax.axis_size(axis_name)  # raises whatever `shard_map` checks
         return lax.pmin(finite.astype(jnp.int32), axis_name) == 1
     except NameError as error:
         raise ValueError(

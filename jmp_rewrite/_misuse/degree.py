@@ -43,6 +43,8 @@ STATE = "state"  # of what only the update reads: that of what is added to it
 MIXED = "mixed"  # values of two degrees compared or added
 IN_RULE = "mixed in a rule"  # the same in a backward pass
 MOVED = "mixed before"  # the same before a backward pass, which reads it
+ASKS = "asks"  # of what asks whether a scaled value is finite
+FINITE = "finite"  # of a scaled value, with another number where it is not finite
 
 # Numbers up to this guard a division by zero; nobody clips gradients there. The largest
 # default of optax is the 1e-3 of `adaptive_grad_clip`, against a parameter's norm.
@@ -156,14 +158,20 @@ def _computed_results(
 def _result(eqn: Any, operands: list[Degree]) -> Degree:
     name = eqn.primitive.name
     if found := _MIXED & set(operands):
-        return next(d for d in (MOVED, IN_RULE, MIXED) if d in found)
-    if name in _KEEP:
-        return _same(operands)
+        return next(d for d in (MOVED, IN_RULE, MIXED, FINITE) if d in found)
     if name == "select_n":
         which, *cases = operands
-        return UNKNOWN if which == UNKNOWN else _same(cases)
+        found_degree = UNKNOWN if which == UNKNOWN else _same(cases)
+        is_scaled = isinstance(found_degree, Fraction) and found_degree != 0
+        return FINITE if which == ASKS and is_scaled else found_degree
+    if ASKS in operands:
+        if eqn.outvars[0].aval.dtype == np.bool_:
+            return ASKS
+        operands = [Fraction(0) if d == ASKS else d for d in operands]
+    if name in _KEEP:
+        return _same(operands)
     if name in _DROP:
-        return Fraction(0)
+        return ASKS if _asks_finite(eqn, operands) else Fraction(0)
     if name in ORDERS | BOUNDS:
         return _ordered(eqn, operands)
     if name in _ARITHMETIC:
@@ -174,7 +182,20 @@ def _result(eqn: Any, operands: list[Degree]) -> Degree:
 
 
 _NEUTRAL = (ANY, GUARD, STATE)
-_MIXED = frozenset({MIXED, IN_RULE, MOVED})
+_MIXED = frozenset({MIXED, IN_RULE, MOVED, FINITE})
+
+
+def _asks_finite(eqn: Any, operands: list[Degree]) -> bool:
+    """Whether an equation asks if a scaled value is finite, Inf or NaN."""
+    if not any(isinstance(d, Fraction) and d != 0 for d in operands):
+        return False
+    if eqn.primitive.name == "is_finite":
+        return True
+    reads = _compat.reads(eqn)
+    is_itself = reads[0] is reads[-1]  # NaN is not
+    values = map(_compat.number, reads)
+    is_infinity = any(v is not None and np.isinf(v).all() for v in values)
+    return eqn.primitive.name in ("eq", "ne") and (is_itself or is_infinity)
 
 
 def _computed(eqn: Any, operands: list[Degree]) -> Degree:

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jmp_rewrite import _compat
-from jmp_rewrite._misuse.degree import IN_RULE, MIXED, MOVED, Degree, degrees
+from jmp_rewrite._misuse.degree import (
+    FINITE,
+    IN_RULE,
+    MIXED,
+    MOVED,
+    Degree,
+    degrees,
+)
 from jmp_rewrite._misuse.inlined import Equation, Value, programs
 from jmp_rewrite._misuse.lineage import (
     OTHER,
@@ -62,6 +69,12 @@ CLIPPED_IN_RULE = (
     "clipping does, or adds a fixed one, while it is multiplied by the loss scale: "
     "multiply the number by jmp_rewrite.loss_scale_state(opt_state).loss_scale, or "
     "clip the gradients in the optimizer, inside loss_scaling"
+)
+MADE_FINITE = (
+    "an Inf or NaN in these gradients is replaced by a number before this update looks "
+    "for it, so the loss scale never steps back, and training stands still where the "
+    "loss overflows: put it inside, as in "
+    "loss_scaling(optax.chain(optax.zero_nans(), optax.adam(1e-3)))"
 )
 MOVES = (
     "a gradient that is still multiplied by the loss scale moves parameters inside of "
@@ -255,7 +268,7 @@ def _judge(
         return OTHER_STATE
     known = found(not cotangents.compared)
     for degree, message in _MIXED:
-        if degree in known:
+        if degree in known and (degree != FINITE or fixed is None):
             return message
     wanted = 0 if grads_unscaled else 1
     lost = [g for g, d in zip(leaves, known, strict=True) if d == wanted - 1]
@@ -266,7 +279,12 @@ def _judge(
     return None
 
 
-_MIXED = ((MOVED, MOVES), (IN_RULE, CLIPPED_IN_RULE), (MIXED, CLIPPED))
+_MIXED = (
+    (MOVED, MOVES),
+    (IN_RULE, CLIPPED_IN_RULE),
+    (MIXED, CLIPPED),
+    (FINITE, MADE_FINITE),
+)
 
 
 def _of_lost(lost: list[Scales], known: list[Scales]) -> str:

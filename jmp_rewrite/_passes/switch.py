@@ -112,8 +112,10 @@ def _names(spec: str, source: str) -> tuple[str, ...]:
 def _check(name: str, known: tuple[str, ...], source: str) -> None:
     if name in known:
         return
-    near = difflib.get_close_matches(name, ("all", "none", *known), n=1)
+    near = difflib.get_close_matches(name.lower(), ("all", "none", *known), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
+    if name in ("all", "none"):
+        hint = ", which stands alone."
     raise ValueError(
         f'{source} expected "all", "none" or names of passes '
         f"({', '.join(known)}), got {name!r}{hint}"

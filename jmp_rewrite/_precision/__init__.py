@@ -6,7 +6,7 @@ from jmp_rewrite._precision.decide import Label, Plan
 from jmp_rewrite._precision.endings import Ending, unreachable
 from jmp_rewrite._precision.origins import lookups
 from jmp_rewrite._precision.parameters import ParameterPath, key_names
-from jmp_rewrite._precision.pins import Pins
+from jmp_rewrite._precision.pins import NO_PRODUCT, Pins
 from jmp_rewrite._precision.whole_step import (
     is_unscaled,
     is_whole_step,
@@ -19,6 +19,7 @@ __all__ = [
     "FLOAT32_BYTES",
     "HALF_BYTES",
     "Label",
+    "NO_PRODUCT",
     "ONE_LINE",
     "ParameterPath",
     "Pins",

@@ -127,6 +127,38 @@ def test_shard_map(check_vma, reduced):
         check(w, state)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_misspelt_axis_is_named(check_vma):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = loss_scaling(SGD, axis_name="dta")
+    w = jnp.ones(8)
+    update = jax.shard_map(
+        lambda w, s: tx.update(w, s, w),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    with pytest.raises(ValueError, match="expected axis_name='dta' to be an axis"):
+        jax.jit(update)(w, tx.init(w))
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_state_takes_the_placement_of_its_update(placed):
+    """Along explicit axes, as without loss scaling."""
+    kind = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=kind)
+    tx = loss_scaling(optax.sgd(0.1, momentum=0.9))
+    w = jnp.ones((8, 4))
+    rows = jax.device_put(w, NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        state = tx.init(rows if placed else w)
+        updates, state = jax.jit(tx.update)(rows, state, rows)
+        (momentum,) = jax.tree.leaves(state.inner_state)
+        assert jax.typeof(updates).sharding == jax.typeof(rows).sharding
+        assert jax.typeof(momentum).sharding == jax.typeof(rows).sharding
+
+
 @pytest.mark.slow
 def test_shard_map_without_axis_name_would_diverge():
     """What axis_name is for: the members' verdicts differ."""

@@ -338,6 +338,23 @@ WRONG = {
             scaled_grads, lambda g, s: jax.tree.map(lambda x: jnp.clip(x, -1, 1), g)
         ),
     ),
+    "made finite by optax": (
+        "before this update looks for it",
+        step_of(scaled_grads, tx=optax.chain(optax.zero_nans(), SGD)),
+    ),
+    "made finite": (
+        "before this update looks for it",
+        step_of(scaled_grads, lambda g, s: jax.tree.map(jnp.nan_to_num, g)),
+    ),
+    "made finite all at once": (
+        "before this update looks for it",
+        step_of(
+            scaled_grads,
+            lambda g, s: jax.tree.map(
+                lambda x: jnp.where(jnp.isfinite(norm(g)), x, 0.0), g
+            ),
+        ),
+    ),
     "clipped by parameters": (
         "put loss_scaling outside",
         step_of(scaled_grads, tx=optax.chain(optax.adaptive_grad_clip(0.1), SGD)),
@@ -542,7 +559,7 @@ RIGHT = {
         ),
     ),
     "zeros for NaN": step_of(
-        scaled_grads, tx=optax.chain(optax.zero_nans(), SGD)
+        scaled_grads, tx=loss_scaling(optax.chain(optax.zero_nans(), optax.sgd(0.1)))
     ),
     "neither scaled nor unscaled": step_of(plain_grads, grads_unscaled=True),
     "forward mode": step_of(lambda p, s, x: jax.jacfwd(mse)(p, x)),

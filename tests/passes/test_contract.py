@@ -365,6 +365,8 @@ def test_the_switch_takes_part_in_the_cache_key():
     [
         ("keep_roundings", None, "did you mean 'keep_rounding'"),
         ("nonee", None, "did you mean 'none'"),
+        ("NONE", None, "did you mean 'none'"),
+        ("-all", None, "got 'all', which stands alone"),
         ("keep_rounding,-live_ranges", None, "got both"),
         ("", None, "expected"),
         ("all", "cuda", "did you mean 'NVIDIA GPU'"),
