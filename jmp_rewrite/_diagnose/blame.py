@@ -181,17 +181,20 @@ def _harm(
 
     That is the least error on a way to a result, along the way where that is largest.
     An error of a result is that of `results`: of a parameter after a step, for example,
-    the error of the step.
+    the error of the step. What brings an error there is as much larger.
     """
     harm = [results.get(f.index, 0.0) for f in findings]
-    errors = [max(e, h) for e, h in zip(errors, harm, strict=True)]
+    pairs = list(zip(errors, harm, strict=True))
+    larger = [h / e if h > e > 0 else 1.0 for e, h in pairs]
+    errors = [max(pair) for pair in pairs]
     changed = True
     while changed:  # a second time for what goes around a loop
         changed = False
         for finding in reversed(findings):
             through_all = min(errors[finding.index], harm[finding.index])
             for source in finding.reads:
-                through = min(through_all, finding.brought_by(source))
+                brought = finding.brought_by(source) * larger[finding.index]
+                through = min(through_all, brought)
                 if through > harm[source]:
                     harm[source] = through
                     changed = changed or finding.kind == "carry"

@@ -16,6 +16,7 @@ from jmp_rewrite._diagnose import html, text
 from jmp_rewrite._diagnose import plot as _diagnosis_plot
 from jmp_rewrite._diagnose.blame import Finding
 from jmp_rewrite._diagnose.candidates import Override, candidates, with_overrides
+from jmp_rewrite._diagnose.counts import SPOILT
 from jmp_rewrite._diagnose.distance import LOWEST
 from jmp_rewrite._diagnose.progress import stage
 from jmp_rewrite._diagnose.sentences import sentence
@@ -198,13 +199,17 @@ class Diagnosis:
         """How to scale the loss, if that is the fix; "" if not.
 
         It is where gradients vanish, but not where Inf or NaN appear, which a larger
-        scale makes more; and where gradients overflow that are scaled up.
+        scale makes more (one that no result shows, as of a norm of zero that clipping
+        divides by and then leaves, is none); and where gradients overflow that are
+        scaled up.
         """
         if self.error <= self.tolerance or self.endless:
             return ""
         if self.worst is not None and not self.worst.backward:
             return ""
-        return self._overflow() if self.first_nonfinite else self._vanish()
+        is_spoilt = self.loss_scale is not None or self.error >= SPOILT
+        overflows = is_spoilt and self.first_nonfinite is not None
+        return self._overflow() if overflows else self._vanish()
 
     def _vanish(self) -> str:
         """Says whether gradients vanish that a larger scale of the loss would keep."""

@@ -447,6 +447,26 @@ def test_gradients_that_vanish_want_a_scale_and_no_policy():
     assert scaled.scaling == "" and scaled.error < scaled.tolerance
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_that_vanish_beside_a_loss_want_a_scale(clips):
+    """The update is what they are missing from, not the parameter."""
+    clip = optax.clip_by_global_norm(1.0)
+
+    def step(params, x):
+        def loss(params):
+            return 1e-7 * jnp.mean((jnp.tanh(x @ params[0]) @ params[1]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        if clips:
+            grads, _ = clip.update(grads, clip.init(params))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    args = (normal(16, 16, seed=1), normal(16, 4, seed=2)), normal(8, 16, seed=3)
+    diagnosis = diagnose(step, "mixed_float16")(*args)
+    assert "vanish" in diagnosis.scaling and diagnosis.policy is None
+    assert str(diagnosis).splitlines()[2].startswith("fix: ")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "size", "fix"),
