@@ -197,7 +197,8 @@ def contrasted(graph: Graph) -> dict[int, set[int]]:
                 found[node.index] = {_maker(index, graph) for index, *_ in apart}
             own = first | second
         elif node.name in SUMS:
-            own = _negated(operands[0]) if 0 in node.literals else operands[0]
+            is_taken_off = node.name == "sub" and 0 in node.literals
+            own = _negated(operands[0]) if is_taken_off else operands[0]
         else:
             own = _same_gradients(node, operands)
             if node.name in _MIXED and len(set(own.values())) == 2:

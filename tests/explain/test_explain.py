@@ -224,9 +224,7 @@ def test_what_is_rewritten_inside_is_said():
 
 def test_a_wrapper_of_a_decorated_function_is_explained_itself():
     decorated = mixed_precision(lambda w, x: (x @ w).sum(), "mixed_bfloat16")
-    report = explain(jax.grad(decorated), "mixed_float16")(
-        jnp.ones((8, 8)), spec(4, 8)
-    )
+    report = explain(jax.grad(decorated), "mixed_float16")(jnp.ones((8, 8)), spec(4, 8))
     assert {r.phase for r in report.equations} >= {"backward"}
     assert report.half_flops == 1.0
     assert row(report, "dot_general").reason == "an inner mixed_precision has decided"

@@ -257,6 +257,25 @@ def test_two_gradients_that_contrast_are_unrounded(fun, device):
         assert verdict.holds, verdict
 
 
+def test_a_sum_of_gradients_is_no_difference():
+    """Python's `sum` begins with a zero: a product of the Hessian and a direction."""
+
+    def loss(p, x):
+        return jnp.mean((jnp.tanh(x @ p[0] + p[1][None]) @ p[2]) ** 2)
+
+    def product(p, v, x):
+        def along(p):
+            grads = jax.grad(loss)(p, x)
+            return sum(jnp.vdot(g, d) for g, d in zip(grads, v, strict=True))
+
+        return jax.grad(along)(p)
+
+    rng = np.random.RandomState(0)
+    p = normal(rng, 64, 64), normal(rng, 64), normal(rng, 64, 16)
+    report = explain(product, "mixed_bfloat16")(p, p, normal(rng, 256, 64))
+    assert not any("read unrounded" in e.reason for e in report.equations)
+
+
 def test_gradients_that_were_ravelled_are_told_apart():
     rng = np.random.RandomState(0)
     args = normal(rng, 8, 16), normal(rng, 8), normal(rng, 16), normal(rng, 32, 8)
