@@ -74,7 +74,10 @@ def _is_given(value: Value) -> bool:
 
 
 def _numbers(graph: Graph, loop: Loop, node: Node) -> Iterator[float]:
-    """Yields the positive numbers that a difference is compared with, or divided by."""
+    """Yields the positive numbers that a difference is compared with, or divided by.
+
+    One that is added, or a bound, guards a norm against zero.
+    """
     seen: set[int] = set()
     stack = [node.index]
     while stack:
@@ -85,5 +88,6 @@ def _numbers(graph: Graph, loop: Loop, node: Node) -> Iterator[float]:
         if index != node.index and found.name not in _MEASURES:
             continue
         seen.add(index)
-        yield from (abs(float(x)) for x in found.literals.values() if x)
+        if found.name not in ("add", "max"):
+            yield from (abs(float(x)) for x in found.literals.values() if x)
         stack += [v.node for v in found.inputs]

@@ -689,6 +689,9 @@ def fixed_point(is_near, w):
 NEAR = {
     "largest": lambda a, b, tol: jnp.max(jnp.abs(a - b)) < tol,
     "norm": lambda a, b, tol: jnp.linalg.norm(a - b) <= tol * (1 + jnp.linalg.norm(b)),
+    "guarded": lambda a, b, tol: (
+        jnp.linalg.norm(a - b) <= tol * (1e-6 + jnp.linalg.norm(b))
+    ),
     "square": lambda a, b, tol: jnp.sum(jnp.square(a - b)) < tol**2,
     "share": lambda a, b, tol: (
         jnp.sqrt(jnp.mean(jnp.square((a - b) / (tol + tol * jnp.abs(b))))) < 1
