@@ -391,7 +391,7 @@ def test_without_rounding_a_programs_own_half_is_float32(fun, few):
         assert got.dtype == want.dtype and relative_error(got, want) < FUSED
 
 
-@pytest.mark.parametrize("length", [2, 40])
+@pytest.mark.parametrize("length", [pytest.param(2, marks=pytest.mark.slow), 40])
 def test_a_gradient_through_a_scan_inside_of_a_shard_map(length):
     """What an iteration reads of a stack varies over the mesh as the stack does."""
     (axis,) = mesh().axis_names
