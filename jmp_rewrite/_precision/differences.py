@@ -343,16 +343,23 @@ def _terms_outside(graph: Graph, in_layers: set[int], made: set[int]) -> set[int
 def _in_layers(graph: Graph, products: set[int]) -> set[int]:
     """Returns the nodes that lead to a matrix multiplication of the forward pass.
 
-    Of the backward pass it is those that one of its own leads to; what is left is the
-    loss and its cotangents.
+    Of the backward pass it is those that one of its own leads to, and what computes
+    such nodes once more; what is left is the loss and its cotangents.
     """
     nodes = graph.nodes
     backward = {n for n in products if is_backward(nodes[n])}
+
+    def source(index: int) -> Hashable:
+        eqn = nodes[index].eqn
+        return nodes[index].name, eqn and id(eqn.source_info.traceback)
 
     def is_number(index: int) -> bool:
         return not any(aval.shape for aval in nodes[index].avals)
 
     forward = leads_to_product(products - backward, graph.predecessors(), is_number)
+    again = {n.index for n in nodes if n.place.recomputed and n.eqn is not None}
+    known = {source(n) for n in forward - again} if again else set()
+    forward |= {n for n in again if source(n) in known}
     return forward | reached(backward, graph.consumers())
 
 

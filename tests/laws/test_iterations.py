@@ -745,21 +745,40 @@ def routed(layer, remat):
     return lambda p, xs: sgd(loss)(p, xs[0])
 
 
-ROUTED = {
+LAYERED = {
     f"{layer.__name__}, {remat=}": routed(layer, remat)
     for layer in (to_chosen_experts, to_some_rows)
     for remat in (False, True)
 }
 
 
-@pytest.mark.parametrize("name", ROUTED)
-def test_a_stream_is_half_whatever_routes_it(name):
-    """What a router has chosen is no example, and rows that differ add one term."""
+def post_norm(x, p):
+    """A layer whose norm stands behind its sum, as those of the first transformers."""
+    x = x + jax.nn.gelu(x @ p["w"]) @ p["u"]
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    return centred * lax.rsqrt(jnp.var(x, -1, keepdims=True) + f32(1e-6))
+
+
+def behind_data(layer):
+    def loss(p, x):
+        layers = {k: p[k] for k in "wu"}
+        x, _ = lax.scan(lambda x, p: (jax.checkpoint(layer)(x, p), None), x, layers)
+        return jnp.mean((x @ p["head"]) ** 2)
+
+    return lambda p, xs: sgd(loss)(p, xs[0])
+
+
+LAYERED |= {"post-norm, behind data": behind_data(post_norm)}
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_a_stream_is_half_whatever_its_layers_do(name):
+    """What is chosen is no example; rows that differ add a term; a norm is no loss."""
     matrices = {"embedding": (WIDTH, WIDTH), "head": (WIDTH, 8)}
     matrices |= dict.fromkeys("wu", (DEPTH, WIDTH, WIDTH))
     p = {k: jax.ShapeDtypeStruct(s, f32) for k, s in matrices.items()}
     xs = jax.ShapeDtypeStruct((1, 256, WIDTH), f32)
-    rewritten = trace(mixed_precision(ROUTED[name], "mixed_bfloat16"), (p, xs))
+    rewritten = trace(mixed_precision(LAYERED[name], "mixed_bfloat16"), (p, xs))
     kept = [v.aval for e in eqns(rewritten, "scan") for v in e.outvars]
     of_stream = {str(a.dtype) for a in kept if a.shape[-2:] == (256, WIDTH)}
     assert of_stream == {"bfloat16"}
@@ -824,7 +843,7 @@ def numbered(p, xs):
     return sgd(loss)(p, xs[0])
 
 
-HALF_STREAMS = SCANNED | ROUTED | {"numbered": numbered}
+HALF_STREAMS = SCANNED | LAYERED | {"numbered": numbered}
 HALF_STREAMS |= {"through train steps": through_steps}
 
 
