@@ -37,6 +37,7 @@ from jmp_rewrite._rules import CALLS, ORDERS
 # A number, or one of the words below.
 Degree: TypeAlias = Fraction | str
 ANY = "any"  # of zero and infinity, which no factor changes
+SPOILT = "spoilt"  # of a number that is Inf or NaN: the same, and nothing is hidden
 GUARD = "guard"  # of a number too small to be a threshold
 UNKNOWN = "unknown"
 STATE = "state"  # of what only the update reads: that of what is added to it
@@ -129,6 +130,8 @@ def _of_cotangent(found: Degree, operands: list[Degree], gradient: Degree) -> De
 
 def _of_number(value: Any) -> Degree:
     size = np.abs(np.asarray(value)).astype(np.float64)
+    if size.size and not np.isfinite(size).any():
+        return SPOILT
     if np.all((size == 0) | (size >= _LARGEST)):
         return ANY
     return GUARD if np.all(size <= _SMALL) else Fraction(0)
@@ -158,12 +161,15 @@ def _computed_results(
 def _result(eqn: Any, operands: list[Degree]) -> Degree:
     name = eqn.primitive.name
     if found := _MIXED & set(operands):
-        return next(d for d in (MOVED, IN_RULE, MIXED, FINITE) if d in found)
+        if found != {FINITE} or not any(map(_is_scaled, operands)):
+            return next(d for d in (MOVED, IN_RULE, MIXED, FINITE) if d in found)
+        # What stands beside it is as little finite as it was.
+        operands = [Fraction(1) if d == FINITE else d for d in operands]
     if name == "select_n":
         which, *cases = operands
-        found_degree = UNKNOWN if which == UNKNOWN else _same(cases)
-        is_scaled = isinstance(found_degree, Fraction) and found_degree != 0
-        return FINITE if which == ASKS and is_scaled else found_degree
+        degree = UNKNOWN if which == UNKNOWN else _same(cases)
+        hides = which == ASKS and _is_scaled(degree) and SPOILT not in cases
+        return FINITE if hides else degree
     if ASKS in operands:
         if eqn.outvars[0].aval.dtype == np.bool_:
             return ASKS
@@ -181,13 +187,17 @@ def _result(eqn: Any, operands: list[Degree]) -> Degree:
     return STATE if STATE in operands else Fraction(0)
 
 
-_NEUTRAL = (ANY, GUARD, STATE)
+def _is_scaled(degree: Degree) -> bool:
+    return isinstance(degree, Fraction) and degree != 0
+
+
+_NEUTRAL = (ANY, SPOILT, GUARD, STATE)
 _MIXED = frozenset({MIXED, IN_RULE, MOVED, FINITE})
 
 
 def _asks_finite(eqn: Any, operands: list[Degree]) -> bool:
     """Whether an equation asks if a scaled value is finite, Inf or NaN."""
-    if not any(isinstance(d, Fraction) and d != 0 for d in operands):
+    if not any(map(_is_scaled, operands)):
         return False
     if eqn.primitive.name == "is_finite":
         return True
@@ -202,7 +212,7 @@ def _computed(eqn: Any, operands: list[Degree]) -> Degree:
     name = eqn.primitive.name
     if UNKNOWN in operands:
         return UNKNOWN
-    if ANY in operands:  # zero, but where zero divides
+    if ANY in operands or SPOILT in operands:  # zero, but where zero divides
         divides = name == "rsqrt" or (name == "div" and operands[1] == ANY)
         return UNKNOWN if divides else ANY
     numbers = [Fraction(0) if d == GUARD else d for d in operands]
@@ -215,7 +225,7 @@ def _same(operands: Sequence[Degree]) -> Degree:
     """The degree of a sum: that of all its terms."""
     distinct = set(operands) - {*_NEUTRAL}
     if not distinct:
-        return next((d for d in (STATE, GUARD) if d in operands), ANY)
+        return next((d for d in (STATE, GUARD, SPOILT) if d in operands), ANY)
     if len(distinct) == 1:
         return distinct.pop()
     return UNKNOWN if UNKNOWN in distinct else MIXED

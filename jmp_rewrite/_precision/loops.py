@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from jmp_rewrite._graph import (
     EITHER,
     Count,
@@ -23,6 +25,7 @@ from jmp_rewrite._graph import (
 )
 from jmp_rewrite._precision.origins import (
     MOVES,
+    VIEWS,
     leads_to_product,
     made_by_products,
     moves,
@@ -35,7 +38,7 @@ from jmp_rewrite._rules import COPIES, PICKS, Category
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 _ROWS = frozenset({"dynamic_slice", "gather"})
 # Numbers that differ do so behind these, as where Python's negative ones are allowed.
-_COUNTS = MOVES | {"add", "convert_element_type", "lt", "select_n", "sub"}
+_COUNTS = VIEWS | {"add", "convert_element_type", "lt", "mul", "select_n", "sub"}
 # What hands on elements as they were, some left out, repeated or set.
 _COPIES = COPIES | {"carry_out", "dynamic_update_slice", "scatter"}
 
@@ -425,7 +428,11 @@ def _is_row_of(node: Node, loop: Loop) -> bool:
             if not counts or value.slice_of[-1] != loop.token:
                 return False
         elif made is not None and made.name in _COUNTS:
-            left += [v for v in made.operands if v is not None]
+            read = [v for v in made.operands if v is not None]
+            factors = [v.constant for v in read] if made.name == "mul" else []
+            if any(x is not None and not np.all(x) for x in factors):
+                return False  # nothing differs any more
+            left += read
         elif value.constant is None:
             return False
     return counts

@@ -561,6 +561,18 @@ RIGHT = {
     "zeros for NaN": step_of(
         scaled_grads, tx=loss_scaling(optax.chain(optax.zero_nans(), optax.sgd(0.1)))
     ),
+    "NaN for all": step_of(
+        scaled_grads,
+        lambda g, s: jax.tree.map(
+            lambda x: jnp.where(jnp.isfinite(norm(g)), x, jnp.nan), g
+        ),
+    ),
+    "less a mean that is finite": step_of(
+        scaled_grads,
+        lambda g, s: jax.tree.map(
+            lambda x: x - jnp.where(jnp.isfinite(x.mean()), x.mean(), 0), g
+        ),
+    ),
     "neither scaled nor unscaled": step_of(plain_grads, grads_unscaled=True),
     "forward mode": step_of(lambda p, s, x: jax.jacfwd(mse)(p, x)),
     "MultiSteps": step_of(
