@@ -158,6 +158,9 @@ def differences(
                 follow_back(node, promoted, graph, to, ends, near=bool(exact))
             if _cancels(node, offset, known):
                 follow_back(node, offset, graph, found, ends)
+            if any(source_of(v, graph).size == node.size for v in exact if beside):
+                taken_off = _scaled_product(node, products, graph)
+                found |= {n: node.index for n in taken_off if n not in found}
             if len(node.inputs) == 2:
                 follow_back(node, on_the_way_to_shared(node, graph), graph, found, ends)
         if node.index in turned and node.name in SUMS and len(node.inputs) == 2:
@@ -438,6 +441,28 @@ def _cancels(node: Node, held: set[int], known: bool) -> bool:
     """Whether a difference is of two of these values, or of one and a known one."""
     count = sum(v.node in held for v in node.inputs)
     return count == 2 or (known and count == 1)
+
+
+def _scaled_product(node: Node, products: set[int], graph: Graph) -> list[int]:
+    """Returns a forward product that a node reads scaled or moved, and what scales it.
+
+    As squared distances that are expanded do: the product is nearly all of them.
+    """
+    found: list[int] = []
+    for value in node.inputs:
+        way: list[int] = []
+        while value.node >= 0:
+            way.append(value.node)
+            read = graph.nodes[value.node]
+            large = [v for v in read.inputs if v.size == value.size]
+            if value.node in products and not is_backward(read):
+                found += way
+            if value.node in products or len(large) != 1:
+                break
+            if read.name not in SCALES | VIEWS:
+                break
+            (value,) = large
+    return found
 
 
 def _holds_offset(graph: Graph, made: set[int]) -> set[int]:

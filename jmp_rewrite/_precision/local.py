@@ -16,10 +16,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jmp_rewrite import _compat
 from jmp_rewrite._graph import (
     JOINTS,
     KERNEL_OPERAND,
     KERNEL_RESULT,
+    Made,
     Node,
     is_backward,
     is_half,
@@ -179,11 +181,27 @@ def _convert(node: Node) -> Category | None:
         return CLEAR if node.inputs and is_half(after) else DENY
     if before.dtype == np.float32 or before.dtype == np.bool_:
         return CLEAR  # 0 and 1 are exact
-    if is_half(before) and (node.given or is_backward(node)):
+    if is_half(before) and (node.given or _is_cotangent(node)):
         # A program's half argument, or the cotangent of a cast to half: nobody asked
         # for more digits of it.
         return CLEAR
     return DENY  # integers above 256 round; what was half the user wants full
+
+
+def _is_cotangent(node: Node) -> bool:
+    """Whether a cast is one of a half cotangent, which JAX makes.
+
+    What a backward rule of the program's own casts up may also be a residual, which the
+    forward pass has cast down.
+    """
+    if not is_backward(node):
+        return False
+    (value,) = node.others or (None,)
+    made = value.name if value is not None else None
+    if not isinstance(made, Made) or made.name != "convert_element_type":
+        return True
+    elements = _compat.scope_elements(made.eqn.source_info.name_stack)
+    return any(e.name == "transpose" and not _compat.is_scope(e) for e in elements)
 
 
 def _dtypes(eqn: Any) -> list[np.dtype]:

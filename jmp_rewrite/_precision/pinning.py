@@ -116,7 +116,8 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     solved: set[int] = set()
     layers: set[int] = set()
     if pins.whole_step:
-        layers = first_layers(graph, pins.full) - state
+        layers = first_layers(graph, pins.full) & _followed(graph, products)
+        layers -= state
         made |= origins.made_by(layers, graph)
         pins.rounds_after |= layers
         pins.trained = origins.trained_arguments(graph, state)
@@ -163,6 +164,14 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     pins.emits_full = frozenset(full) - pins.reduced
 
 
+def _followed(graph: Graph, products: set[int]) -> set[int]:
+    """Returns the nodes that a matrix multiplication of the forward pass follows."""
+    forward = [n for n in products if not is_backward(graph.nodes[n])]
+    nodes = graph.nodes
+    before = graph.predecessors()
+    return leads_to_product(forward, before, lambda n: _is_number(nodes[n]))
+
+
 def _pin_all(
     pins: Pins,
     reasons: Mapping[int, str],
@@ -201,7 +210,7 @@ def _pin_read_unrounded(
     positive = nonnegative(graph)
     shares = summed_along(graph, positive)
     found = differences(
-        graph, makers, made, small, ends, contrasts.keys(), shares, positive
+        graph, products, made, small, ends, contrasts.keys(), shares, positive
     )
     pins.shares = frozenset().union(*shares.values())
     pins.contrasts = frozenset(products & set().union(*contrasts.values()))

@@ -257,6 +257,35 @@ def test_two_gradients_that_contrast_are_unrounded(fun, device):
         assert verdict.holds, verdict
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("features", [3, 8])
+def test_squared_distances_of_points_read_an_unrounded_product(features, policy):
+    """Expanded, `|x|^2 + |c|^2 - 2 x @ c.T`, they take off nearly all of it."""
+
+    def loss(p, x):
+        centres, w, o = p
+        norms = jnp.sum(x * x, -1)[:, None] + jnp.sum(centres * centres, -1)[None]
+        near = jnp.exp((f32(2) * x @ centres.T - norms) / f32(features))
+        return jnp.mean((jnp.tanh(near @ w) @ o) ** 2)
+
+    def distance(p, x):
+        centres, w, o = p
+        norms = jnp.sum(x * x, -1)[:, None] + jnp.sum(centres * centres, -1)[None]
+        near = jnp.exp(-(norms - f32(2) * x @ centres.T) / f32(features))
+        return jnp.mean((jnp.tanh(near @ w) @ o) ** 2)
+
+    def draw(rng):
+        centres = normal(rng, 16, features, mean=6)
+        w, o = normal(rng, 16, 32, scale=0.25), normal(rng, 32, 8, scale=0.2)
+        return (centres, w, o), normal(rng, 64, features, mean=6)
+
+    for fun in (loss, distance):
+        judged = judge(jax.value_and_grad(fun), draw)
+        rewritten = mixed_precision_jaxpr(judged.closed, policy)
+        for verdict in judged.verdicts(policy, "cuda", rewritten):
+            assert verdict.holds, verdict
+
+
 def test_a_sum_of_gradients_is_no_difference():
     """Python's `sum` begins with a zero: a product of the Hessian and a direction."""
 
