@@ -301,6 +301,8 @@ def _pin_stacks(graph: Graph, pins: Pins) -> None:
         if pins.may_round(source):
             if pins.full[index] == NO_PRODUCT:
                 pins.full[index] = None
+            elif pins.whole_step and pins.upstream[index] >= 0:
+                pins.rounds_after |= {index}
         elif not pins.whole_step and pins.full[index] is None:
             pins.full[index] = pins.full[source]
             pins.upstream[index] = pins.upstream[source]

@@ -759,16 +759,24 @@ def post_norm(x, p):
     return centred * lax.rsqrt(jnp.var(x, -1, keepdims=True) + f32(1e-6))
 
 
-def behind_data(layer):
+def scaled_first(x, p):
+    """A layer that scales its input by numbers of its own: their gradient reads it."""
+    return x + jax.nn.gelu((x * p["w"][0]) @ p["w"]) @ p["u"]
+
+
+def behind_data(layer, prepare=lambda x: x):
     def loss(p, x):
         layers = {k: p[k] for k in "wu"}
-        x, _ = lax.scan(lambda x, p: (jax.checkpoint(layer)(x, p), None), x, layers)
+        x, _ = lax.scan(lambda x, p: (layer(x, p), None), prepare(x), layers)
         return jnp.mean((x @ p["head"]) ** 2)
 
     return lambda p, xs: sgd(loss)(p, xs[0])
 
 
-LAYERED |= {"post-norm, behind data": behind_data(post_norm)}
+LAYERED |= {
+    "post-norm, behind data": behind_data(jax.checkpoint(post_norm)),
+    "scaled, behind normalized data": behind_data(scaled_first, jax.nn.standardize),
+}
 
 
 @pytest.mark.parametrize("name", LAYERED)
