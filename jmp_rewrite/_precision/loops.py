@@ -365,7 +365,7 @@ def _is_shared(graph: Graph, slice_: Value, loop: Loop) -> bool:
             size = 0
         held[key] = size if 2 * size >= row else 0
     numbers = min(sources[drawn], held.get(_key(slice_), 0))
-    return 0 < 2 * numbers <= row * loop.length
+    return 2 * numbers <= row * loop.length
 
 
 def _product(lengths: Mapping[int, int], tokens: Iterable[int]) -> int:
@@ -504,6 +504,6 @@ def _layer_products(
             if node.name == "transpose":
                 turn = node.eqn.params["permutation"]
                 weight = weight._replace(turned=(*weight.turned, turn))
-            if len(read) == 1 or 2 * weight.size >= node.size:
+            if 2 * weight.size >= node.size:
                 moved[index] = weight
     return products, reads

@@ -532,6 +532,7 @@ SHARED = {
     "a time": lambda w, a, b, g, q: w[0] + g[0] * w[1],
     "a scale": lambda w, a, b, g, q: w[0] * g[None],
     "a time, as a matrix": lambda w, a, b, g, q: w[0] * jnp.full((16, 16), g[0]),
+    "a time alone": lambda w, a, b, g, q: jnp.full((16, 16), g[0]),
 }
 
 
