@@ -54,7 +54,8 @@ def unreachable(plan: Plan) -> Iterator[Ending]:
     epsilon = float(ml_dtypes.finfo(plan.half).eps)
     loops = [x for x in graph.loops if x.eqn.primitive.name == "while"]
     for loop in (x for x in loops if ends_by_floats(x.eqn) and not trains(graph, x)):
-        if not any(plan.labels[n] for n in loop.nodes):
+        moves = plan.pins.moves_exactly
+        if all(moves(graph.nodes[n]) for n in loop.nodes if plan.labels[n]):
             continue  # what it converges to was rounded before
         for index in loop.nodes:
             node = graph.nodes[index]

@@ -313,7 +313,8 @@ def _is_shared(graph: Graph, slice_: Value, loop: Loop) -> bool:
     """Whether a stack is made of too few numbers for weights of its own in each row.
 
     Arguments and random numbers alone are numbers of their own, whatever is made of
-    them, and no more than fit into what they pass on the way. What is smaller than half
+    them, and no more than fit into what they pass on the way; a stack that is generated
+    without any is shared. What is smaller than half
     a row scales weights, and random numbers drop some. Of loops around this one, one
     iteration counts.
 

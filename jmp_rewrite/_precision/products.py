@@ -156,7 +156,7 @@ def first_layers(graph: Graph, why: Sequence[str | None]) -> set[int]:
 
     As the first one of a network of coordinates, or of a small state: a weight is an
     operand, of which a backward pass makes a gradient of its size, and the result is
-    larger than both operands. It is an activation, as that of any other layer.
+    twice as large as both operands. It is an activation, as that of any other layer.
 
     Args:
       graph: the program, a whole step.
