@@ -314,9 +314,8 @@ def _is_shared(graph: Graph, slice_: Value, loop: Loop) -> bool:
 
     Arguments and random numbers alone are numbers of their own, whatever is made of
     them, and no more than fit into what they pass on the way; a stack that is generated
-    without any is shared. What is smaller than half
-    a row scales weights, and random numbers drop some. Of loops around this one, one
-    iteration counts.
+    without any is shared. What is smaller than half a row scales weights, and random
+    numbers drop some. Of loops around this one, one iteration counts.
 
     Args:
       graph: the program.
