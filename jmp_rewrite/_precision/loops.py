@@ -25,7 +25,6 @@ from jmp_rewrite._graph import (
 )
 from jmp_rewrite._precision.origins import (
     MOVES,
-    VIEWS,
     leads_to_product,
     made_by_products,
     moves,
@@ -38,7 +37,7 @@ from jmp_rewrite._rules import COPIES, PICKS, Category
 _PARTS = frozenset({"dynamic_slice", "gather", "slice", "split", "unstack"})
 _ROWS = frozenset({"dynamic_slice", "gather"})
 # Numbers that differ do so behind these, as where Python's negative ones are allowed.
-_COUNTS = VIEWS | {"add", "convert_element_type", "lt", "mul", "select_n", "sub"}
+_COUNTS = MOVES | {"add", "convert_element_type", "lt", "mul", "select_n", "sub"}
 # What hands on elements as they were, some left out, repeated or set.
 _COPIES = COPIES | {"carry_out", "dynamic_update_slice", "scatter"}
 

@@ -892,12 +892,6 @@ def residual(x, w):
 NUMBERED = {
     "fori_loop": (by_fori_loop(residual), "bfloat16"),
     "checkpointed": (by_fori_loop(jax.checkpoint(residual)), "bfloat16"),
-    "taken": (
-        lambda w, x: lax.fori_loop(
-            0, len(w), lambda i, x: residual(x, jnp.take(w, i, axis=0)), x
-        ),
-        "bfloat16",
-    ),
     "every other": (
         lambda w, x: lax.fori_loop(
             0, 6, lambda i, x: residual(residual(x, w[2 * i]), w[2 * i + 1]), x
