@@ -23,7 +23,12 @@ from jmp_rewrite._graph import (
     is_backward,
     reached,
 )
-from jmp_rewrite._precision.origins import VIEWS, is_indicator, leads_to_product
+from jmp_rewrite._precision.origins import (
+    VIEWS,
+    followed,
+    is_indicator,
+    leads_to_product,
+)
 from jmp_rewrite._precision.shares import takes_off_share
 from jmp_rewrite._precision.sums import follow_back, is_exact, promoted_nodes
 from jmp_rewrite._precision.terms import (
@@ -356,10 +361,7 @@ def _in_layers(graph: Graph, products: set[int]) -> set[int]:
         eqn = nodes[index].eqn
         return nodes[index].name, eqn and id(eqn.source_info.traceback)
 
-    def is_number(index: int) -> bool:
-        return not any(aval.shape for aval in nodes[index].avals)
-
-    forward = leads_to_product(products - backward, graph.predecessors(), is_number)
+    forward = followed(graph, products)
     again = {n.index for n in nodes if n.place.recomputed and n.eqn is not None}
     known = {source(n) for n in forward - again} if again else set()
     forward |= {n for n in again if source(n) in known}

@@ -385,6 +385,19 @@ def lookups(graph: Graph, made: Container[int] = ()) -> set[int]:
     }
 
 
+def is_number(node: Node) -> bool:
+    """Whether a result is 0-d, and so no activation on its way to a multiplication."""
+    return bool(node.avals) and not any(aval.shape for aval in node.avals)
+
+
+def followed(graph: Graph, products: Iterable[int]) -> set[int]:
+    """Returns the nodes that a matrix multiplication of the forward pass follows."""
+    nodes = graph.nodes
+    forward = [n for n in products if not is_backward(nodes[n])]
+    before = graph.predecessors()
+    return leads_to_product(forward, before, lambda n: is_number(nodes[n]))
+
+
 def moves(graph: Graph, node: int) -> list[int]:
     """Returns the moves behind a node, back to the node that computes its numbers.
 

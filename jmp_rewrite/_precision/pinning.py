@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
-from jmp_rewrite._graph import Graph, Node, Opaque, is_backward, reads_float32
+from jmp_rewrite._graph import Graph, Opaque, is_backward, reads_float32
 from jmp_rewrite._policy import Policy
 from jmp_rewrite._precision import (
     downstream,
@@ -116,7 +116,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     solved: set[int] = set()
     layers: set[int] = set()
     if pins.whole_step:
-        layers = first_layers(graph, pins.full) & _followed(graph, products)
+        layers = first_layers(graph, pins.full) & origins.followed(graph, products)
         layers -= state
         made |= origins.made_by(layers, graph)
         pins.rounds_after |= layers
@@ -134,7 +134,7 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
     pins.decays = frozenset(decays)
     added = sums_with_exact(graph, products, made, state)
     _pin_all(pins, dict.fromkeys(added, ADDED))
-    ends = state | {n.index for n in graph.nodes if _is_number(n)}
+    ends = state | {n.index for n in graph.nodes if origins.is_number(n)}
     useful = leads_to_product(products, graph.predecessors(), ends.__contains__)
     useful |= loops.cotangents_into_loops(graph, products, state)
     sums = summed_gradients(graph, made, useful, products)
@@ -162,14 +162,6 @@ def _pin_values(graph: Graph, pins: Pins, policy: Policy) -> None:
         )
     full = products - useful | (products & solved) | pins.read_by.keys()
     pins.emits_full = frozenset(full) - pins.reduced
-
-
-def _followed(graph: Graph, products: set[int]) -> set[int]:
-    """Returns the nodes that a matrix multiplication of the forward pass follows."""
-    forward = [n for n in products if not is_backward(graph.nodes[n])]
-    nodes = graph.nodes
-    before = graph.predecessors()
-    return leads_to_product(forward, before, lambda n: _is_number(nodes[n]))
 
 
 def _pin_all(
@@ -282,11 +274,6 @@ def _factors(graph: Graph, pins: Pins, products: set[int]) -> frozenset[int]:
     reads = graph.predecessors()
     moved = leads_to_product(products, reads, stops)
     return frozenset(s for n in (*products, *moved) for s in reads[n])
-
-
-def _is_number(node: Node) -> bool:
-    """Whether a result is 0-d, and so no activation on its way to a multiplication."""
-    return bool(node.avals) and not any(aval.shape for aval in node.avals)
 
 
 def _pin_stacks(graph: Graph, pins: Pins) -> None:
